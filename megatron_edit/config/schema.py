@@ -1,0 +1,346 @@
+"""Every setting of the program, once: the dataclass field is the flag, the YAML key, the help and the default.
+
+A field `micro_batch_size` of any section is the flag `--micro-batch-size` and the YAML key `micro_batch_size`.
+Names are Megatron-LM's where it has the setting; this project's own settings of the sync start with `edit_`.
+Sections only group the help and the docs: flags and keys are unique over all of them.
+`None` as a default means "not given"; what then holds is said in the help. This file imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] | None = None,
+    flag: str | None = None,
+    negative_flag: str | None = None,
+    aliases: Sequence[str] = (),
+    minimum: float | None = None,
+    metavar: str | None = None,
+    source: str | None = None,
+) -> Any:
+    """A dataclass field that carries all that the flag, the YAML key and the docs need.
+
+    `negative_flag`: Megatron spells some switches as `--no-...`; giving it sets the field to False.
+    `minimum`: smallest value allowed, in the field's unit. `source`: where a default comes from.
+    """
+    metadata = dict(
+        help=help, choices=choices, flag=flag, negative_flag=negative_flag, aliases=tuple(aliases),
+        minimum=minimum, metavar=metavar, source=source,
+    )  # fmt: skip
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The Llama that is trained."""
+
+    model_size: str | None = setting(
+        None, "preset of the model settings below; flags given beside it win",
+        choices=("tiny", "350m", "1b", "3b", "7b", "llama2-7b", "llama3-8b"),
+    )  # fmt: skip
+    num_layers: int = setting(4, "transformer layers", minimum=1)
+    hidden_size: int = setting(64, "width of the residual stream", minimum=1)
+    ffn_hidden_size: int | None = setting(
+        None, "inner width of the SwiGLU MLP; default 8/3 hidden size, rounded up to a multiple of 64", minimum=1
+    )
+    num_attention_heads: int = setting(8, "query heads", minimum=1)
+    num_query_groups: int | None = setting(
+        None, "key/value heads (grouped-query attention); default: as many as query heads", minimum=1
+    )
+    kv_channels: int | None = setting(None, "size of one head; default hidden size / query heads", minimum=1)
+    seq_length: int = setting(128, "tokens of one training sample", minimum=1)
+    max_position_embeddings: int | None = setting(
+        None, "longest sequence that the model is meant for; default: the sequence length", minimum=1
+    )
+    rotary_base: float = setting(10000.0, "base of the rotary position embedding", minimum=1)
+    rope_scaling_type: str = setting(
+        "none", "how rotary frequencies are stretched", choices=("none", "linear", "llama3")
+    )
+    rope_scaling_factor: float = setting(8.0, "stretch of the rotary scaling")
+    rope_scaling_low_freq_factor: float = setting(1.0, "llama3 scaling: low frequency factor")
+    rope_scaling_high_freq_factor: float = setting(4.0, "llama3 scaling: high frequency factor")
+    rope_scaling_original_max_position_embeddings: int = setting(
+        8192, "llama3 scaling: sequence length before the stretch", minimum=1
+    )
+    norm_epsilon: float = setting(1e-5, "epsilon of RMSNorm")
+    untie_embeddings_and_output_weights: bool = setting(
+        False, "give the output head its own matrix instead of the embedding's"
+    )
+    add_qkv_bias: bool = setting(False, "bias on the query, key and value projections")
+    attention_dropout: float = setting(0.0, "dropout probability on attention weights", minimum=0)
+    hidden_dropout: float = setting(0.0, "dropout probability on the residual branches", minimum=0)
+    init_method_std: float = setting(0.02, "standard deviation of the initial weights", minimum=0)
+    make_vocab_size_divisible_by: int = setting(
+        128, "the vocabulary is padded to a multiple of this times the tensor parallel size", minimum=1
+    )
+    transformer_impl: str = setting(
+        "local", "layers: megatron-core's own with torch SDPA attention, or Transformer Engine's (GPU)",
+        choices=("local", "transformer_engine"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How ranks form the grid (sync, dp, pp, cp, tp); see docs/mesh.md."""
+
+    tensor_model_parallel_size: int = setting(1, "ranks that share each layer", minimum=1)
+    pipeline_model_parallel_size: int = setting(1, "pipeline stages", minimum=1)
+    num_layers_per_virtual_pipeline_stage: int | None = setting(
+        None, "layers of one chunk of the interleaved pipeline schedule; default: 1F1B without interleaving",
+        minimum=1,
+    )  # fmt: skip
+    sequence_parallel: bool = setting(
+        False, "split the sequence over the tensor parallel ranks where layers are not split"
+    )
+    context_parallel_size: int = setting(
+        1, "ranks that share one sequence (GPU with Transformer Engine only)", minimum=1
+    )
+    distributed_timeout_seconds: int = setting(
+        600, "seconds after which a collective that a rank does not join ends the run", minimum=1
+    )
+    recompute_granularity: str | None = setting(
+        None, "recompute activations in the backward pass: whole layers, or attention only",
+        choices=("full", "selective"),
+    )  # fmt: skip
+    recompute_method: str | None = setting(
+        None, "with full recompute: which layers form a unit", choices=("uniform", "block")
+    )
+    recompute_num_layers: int | None = setting(None, "with full recompute: layers of a unit", minimum=1)
+
+
+@dataclass(frozen=True)
+class EditConfig:
+    """The sync between replicas: EDiT (arXiv 2412.07210)."""
+
+    edit_method: str = setting("edit", "synchronisation method", choices=("edit", "baseline"))
+    edit_sync_interval: int = setting(
+        128, "optimizer steps between two syncs (tau); 0 is an alias of --edit-method baseline", minimum=0,
+        source="as in the paper's experiments",
+    )  # fmt: skip
+    edit_num_replicas: int | None = setting(
+        None, "replicas of the model; default: nodes / nodes that one replica needs", minimum=1
+    )
+    edit_warmup_steps: int = setting(
+        0, "first optimizer steps that run as ordinary synchronous data parallelism", minimum=0
+    )
+    edit_outer_lr: float = setting(
+        0.7, "learning rate of the outer Nesterov step (eta)", minimum=0, source="the authors' example"
+    )
+    edit_outer_momentum: float = setting(
+        0.8, "momentum of the outer Nesterov step (mu)", minimum=0, source="the authors' example"
+    )
+    edit_pseudo_grad_clip: float = setting(
+        10.0, "largest norm of a module's averaged pseudo gradient (phi); 0 = off", minimum=0,
+        source="arXiv 2412.07210; the authors advise to try 1 and 10",
+    )  # fmt: skip
+    edit_anomaly_threshold: float = setting(
+        3.0, "a replica whose norm lies this many standard deviations above its own past is left out of the "
+        "module's average (delta); 0 = off, only non-finite norms are left out", minimum=0,
+        source="arXiv 2412.07210",
+    )  # fmt: skip
+    edit_anomaly_alpha: float = setting(
+        0.02, "weight of a new observation in the detector's moving mean and variance (alpha)", minimum=0,
+        source="arXiv 2412.07210",
+    )  # fmt: skip
+    edit_anomaly_warmup_syncs: int = setting(
+        20, "syncs that a detector watches before it may flag", minimum=3, source="ours"
+    )
+    edit_weighting: str = setting(
+        "softmax", "weights of the replicas in the average: softmax of minus their norms, or equal",
+        choices=("softmax", "mean"),
+    )  # fmt: skip
+    edit_softmax_temperature: float = setting(1.0, "temperature of the softmax weights (T), above 0", minimum=0)
+    edit_prefetch_depth: int = setting(
+        1, "modules whose all-reduce is in flight ahead of the module that computes", minimum=1
+    )
+    edit_sync_placement: str = setting(
+        "forward", "where the sync runs: layer by layer inside the next forward pass, or blocking after the step",
+        choices=("forward", "step"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Length of the run, batch and precision."""
+
+    micro_batch_size: int = setting(1, "samples of one forward pass of one data parallel rank", minimum=1)
+    global_batch_size: int | None = setting(
+        None, "samples of one iteration over all replicas; give this or --replica-batch-size", minimum=1
+    )
+    replica_batch_size: int | None = setting(
+        None, "samples of one iteration of one replica; the global batch grows and shrinks with the replicas",
+        minimum=1,
+    )  # fmt: skip
+    train_iters: int | None = setting(
+        None, "optimizer steps of each replica; give this or --train-samples", minimum=0
+    )
+    train_samples: int | None = setting(None, "samples over all replicas", minimum=0)
+    exit_interval: int | None = setting(
+        None, "save and stop after an iteration that this divides", minimum=1
+    )
+    exit_duration_in_mins: float | None = setting(None, "save and stop after this many minutes", minimum=0)
+    exit_signal_handler: bool = setting(
+        True, "save and stop on SIGTERM, SIGINT or SIGUSR1 to any rank", negative_flag="--no-exit-signal-handler"
+    )
+    seed: int = setting(1234, "seed of weights, sample order and dropout", minimum=0)
+    bf16: bool = setting(False, "train in bfloat16 with fp32 master weights and fp32 gradients")
+    fp16: bool = setting(False, "train in float16 with dynamic loss scaling and fp32 master weights (GPU)")
+    accumulate_allreduce_grads_in_fp32: bool = setting(
+        True, "add up and reduce gradients in fp32", negative_flag="--no-accumulate-allreduce-grads-in-fp32"
+    )
+    device: str = setting("auto", "where to train", choices=("auto", "cpu", "cuda"))
+    deterministic_mode: bool = setting(False, "only kernels whose result does not vary from run to run")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Inner optimizer (AdamW) and its learning rate."""
+
+    lr: float = setting(3e-4, "peak learning rate of the inner optimizer", minimum=0)
+    min_lr: float = setting(0.0, "learning rate at the end of the decay", minimum=0)
+    lr_decay_style: str = setting(
+        "cosine", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
+    lr_warmup_iters: int | None = setting(None, "iterations of linear warm-up", minimum=0)
+    lr_warmup_samples: int | None = setting(None, "samples of linear warm-up", minimum=0)
+    lr_warmup_fraction: float | None = setting(None, "warm-up as a share of the decay length", minimum=0)
+    lr_warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", minimum=0)
+    lr_decay_iters: int | None = setting(
+        None, "iterations until the minimum is reached, warm-up included; default: the run's length", minimum=1
+    )
+    lr_decay_samples: int | None = setting(
+        None, "samples until the minimum is reached, warm-up included; default: the run's length", minimum=1
+    )
+    lr_wsd_decay_iters: int | None = setting(None, "WSD: iterations of the final decay", minimum=1)
+    lr_wsd_decay_samples: int | None = setting(None, "WSD: samples of the final decay", minimum=1)
+    lr_wsd_decay_style: str = setting(
+        "linear", "WSD: shape of the final decay", choices=("linear", "cosine", "exponential")
+    )
+    weight_decay: float = setting(0.1, "decoupled weight decay of matrices; norms and biases get none", minimum=0)
+    clip_grad: float = setting(1.0, "largest norm of a replica's gradient; 0 = off", minimum=0)
+    adam_beta1: float = setting(0.9, "decay of the first moment", minimum=0)
+    adam_beta2: float = setting(0.95, "decay of the second moment", minimum=0)
+    adam_eps: float = setting(1e-8, "epsilon of Adam", minimum=0)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, in which order."""
+
+    data_path: list[str] = setting(
+        [], "corpora: PREFIX, or PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...", metavar="X"
+    )
+    train_data_path: list[str] = setting([], "corpora of the training split alone", metavar="X")
+    valid_data_path: list[str] = setting([], "corpora of the validation split alone", metavar="X")
+    test_data_path: list[str] = setting([], "corpora of the test split alone", metavar="X")
+    split: str = setting(
+        "969,30,1", "shares of training, validation and test documents, in file order; with --data-path"
+    )
+    mock_data: bool = setting(False, "train on generated token sequences, without files")
+    tokenizer_type: str | None = setting(
+        None, "tokenizer; default ByteTokenizer with --mock-data",
+        choices=("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer",
+                 "HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"),
+    )  # fmt: skip
+    tokenizer_model: str | None = setting(None, "file or folder of the tokenizer", metavar="PATH")
+    vocab_size: int | None = setting(None, "vocabulary of NullTokenizer", minimum=2)
+    eod_mask_loss: bool = setting(False, "no loss on the token that follows an end of document")
+    num_workers: int = setting(1, "threads of each rank that read ahead; 0 = none", minimum=0)
+    log_sample_ids: str | None = setting(
+        None, "write the ids of the samples that each replica consumes to this file", metavar="FILE"
+    )
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluation, on the anchor: the weights of the last completed sync."""
+
+    eval_interval: int | None = setting(None, "iterations between evaluations; default: none", minimum=1)
+    eval_iters: int = setting(
+        10, "global batches of each evaluation, fewer when the split is shorter; 0 = no evaluation", minimum=0
+    )
+    eval_at_end: bool = setting(
+        True, "evaluate the final weights", negative_flag="--no-eval-at-end"
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    save: str | None = setting(None, "folder of the checkpoints", metavar="DIR")
+    save_interval: int | None = setting(None, "iterations between checkpoints; the end saves always", minimum=1)
+    load: str | None = setting(
+        None, "folder to resume from; missing is an error unless it equals --save", metavar="DIR"
+    )
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is written where."""
+
+    log_interval: int = setting(10, "iterations between log lines", minimum=1)
+    log_throughput: bool = setting(False, "add tokens/s and TFLOP/s per device to the log line")
+    metrics_file: str | None = setting(
+        None, "metrics as JSON lines; default: metrics.jsonl in the --save folder", metavar="FILE"
+    )
+    tensorboard_dir: str | None = setting(None, "write TensorBoard files to this folder", metavar="DIR")
+    wandb_project: str | None = setting(None, "write to this Weights & Biases project (extra `wandb`)")
+    progress: str = setting(
+        "auto", "progress display: on a terminal (auto), always plain lines, or rich always",
+        choices=("auto", "plain", "rich"),
+    )  # fmt: skip
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "edit": EditConfig,
+    "training": TrainingConfig,
+    "optimizer": OptimizerConfig,
+    "data": DataConfig,
+    "evaluation": EvaluationConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings, frozen. `sources[name]`: "flag", "FILE.yaml", "preset NAME", "default" or "derived"."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    edit: EditConfig = field(default_factory=EditConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+def section_of(name: str) -> str:
+    """Name of the section that holds the setting `name`; KeyError when none does."""
+    for section, cls in SECTIONS.items():
+        if any(f.name == name for f in fields(cls)):
+            return section
+    raise KeyError(name)
+
+
+class ConfigError(ValueError):
+    """One or more settings that cannot work; `problems` holds one message each, in flag names and numbers."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
