@@ -1,0 +1,374 @@
+"""EDiT on one replica's modules: decide after a step, then complete module by module inside the next forward pass.
+
+    after_step      the trigger; when a sync is due, one vector of norms is exchanged and every weight, flag and
+                    rollback is known, before the forward pass needs them
+    launch_after    pseudo gradient of the next modules -> asynchronous all-reduce over the sync group
+    complete        wait, clip, outer Nesterov step on the anchor, local parameters := anchor
+
+`ModuleBucketGroup` calls the last two as the forward pass reaches each module, so the trainer calls `after_step` and
+nothing else. All steps and formulas: arXiv 2412.07210; where this project decided, the docstring says ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron_edit.config.schema import EditConfig
+from megatron_edit.parallel.mesh import Mesh
+from megatron_edit.sync.detector import AnomalyDetector, DetectorVerdict
+from megatron_edit.sync.methods import get_method
+from megatron_edit.sync.modules import GradientReducer, ModuleShard, ReplicaDataParallel, collect_modules
+from megatron_edit.sync.outer import nesterov_step_
+from megatron_edit.sync.penalty import clip_coefficient, effective_replicas, replica_weights
+from megatron_edit.sync.transport import InFlight, SyncTransport
+from megatron_edit.sync.trigger import StepTrigger
+
+Observer = Callable[[str, ModuleShard], None]
+
+
+@dataclass(frozen=True)
+class SyncDecision:
+    """What all replicas know of one sync before any parameter travels. M: this stage's modules."""
+
+    index: int  # 1 for the first sync
+    norms: torch.Tensor  # [R, M] fp64, G of arXiv 2412.07210
+    stepped: torch.Tensor  # [R] bool
+    verdict: DetectorVerdict
+    weights: torch.Tensor  # [R, M] fp64, 0 where left out
+    rolled_back: torch.Tensor  # [M] bool: every replica left out
+
+
+@dataclass(frozen=True)
+class SyncResult:
+    """One completed sync, as this rank saw it."""
+
+    decision: SyncDecision
+    clip_coefficients: torch.Tensor  # [M] fp64; 1 where rolled back
+    bytes_sent: int
+    exposed_ms: float
+    total_ms: float  # from the decision to the last module's update
+
+
+@dataclass
+class _Pending:
+    """State of one module between the decision and its update."""
+
+    weight: float
+    rolled_back: bool
+    buffer: torch.Tensor | None = None
+    work: InFlight | None = None
+
+
+class SyncEngine:
+    """The sync of one rank's modules with the other replicas."""
+
+    def __init__(
+        self,
+        config: EditConfig,
+        mesh: Mesh,
+        chunks: list[ReplicaDataParallel],
+        optimizer: MegatronOptimizer,
+        reducer: GradientReducer,
+        observer: Observer | None = None,
+    ) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.chunks = chunks
+        self.method = get_method(config.edit_method)
+        self.modules = collect_modules(chunks, optimizer, mesh)
+        self.transport = SyncTransport(mesh.platform, mesh.sync_group, mesh.sync_control_group)
+        warmup_steps = config.edit_warmup_steps if self.method.has_anchor else None
+        self.trigger = StepTrigger(max(config.edit_sync_interval, 1), warmup_steps)
+        self.detector = AnomalyDetector(
+            mesh.num_replicas,
+            len(self.modules),
+            threshold=config.edit_anomaly_threshold,
+            alpha=config.edit_anomaly_alpha,
+            warmup=config.edit_anomaly_warmup_syncs,
+        )
+        self.anchor: list[torch.Tensor] = []  # per module [numel] fp32; empty until the warm-up has ended
+        self.outer_momentum: list[torch.Tensor] = []
+        self.last_decision: SyncDecision | None = None
+        self._optimizer = optimizer
+        self._reducer = reducer
+        self._observer = observer
+        self._pending: list[_Pending | None] = [None] * len(self.modules)
+        self._launched = len(self.modules)  # modules before this index have been launched
+        self._free_buffers: dict[int, list[torch.Tensor]] = {}
+        self._clip_coefficients: list[torch.Tensor] = []
+        self._decided_at: Any = None
+        self._steps_since_sync = 0
+        self._result: SyncResult | None = None
+        for module in self.modules:
+            module.bucket_group.sync = self
+        self._reducer.enabled = self.trigger.in_warmup and mesh.num_replicas > 1
+        if not self.trigger.in_warmup:
+            self._set_anchor()
+
+    # ---- called by the trainer -------------------------------------------------------------------------------
+
+    @property
+    def synchronous(self) -> bool:
+        """True while every step averages gradients over all replicas (warm-up and `baseline`)."""
+        return self.trigger.in_warmup
+
+    @torch.no_grad()
+    def after_step(self, updated: bool = True) -> None:
+        """Once per optimizer step, whether or not it changed the parameters (`updated`)."""
+        self._steps_since_sync += int(updated)
+        step = self.trigger.advance()
+        if step.set_anchor:
+            self._set_anchor()
+            self._reducer.enabled = False
+            self._steps_since_sync = 0
+        if not step.sync_due:
+            return
+        self.drain()  # only ever something to do when no forward pass came between
+        self._decide(step.syncs)
+        if self.config.edit_sync_placement == "step":
+            self._sync_blocking()
+        else:
+            self._launch_through(self.config.edit_prefetch_depth)
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Completes a due sync now: before an evaluation, a save or the end."""
+        if any(self._pending):
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    @contextmanager
+    def anchor_weights(self) -> Iterator[None]:
+        """The model computes with the anchor inside; the local parameters come back bit for bit.
+
+        In warm-up and `baseline`, which have no anchor, the current parameters are used.
+        """
+        self.drain()
+        for chunk in self.chunks:
+            chunk.disable_forward_pre_hook(param_sync=True)
+        local = [[piece.model.clone() for piece in module.slices] for module in self.modules if self.anchor]
+        for module, anchor in zip(self.modules, self.anchor, strict=False):
+            self._write_model(module, module.views(anchor))
+        if self.anchor:
+            self._gather_parameters()
+        try:
+            yield
+        finally:
+            for module, pieces in zip(self.modules, local, strict=False):
+                self._write_model(module, pieces)
+            if self.anchor:
+                self._gather_parameters()
+            for chunk in self.chunks:
+                chunk.enable_forward_pre_hook()
+
+    @torch.no_grad()
+    def sync_now(self) -> None:
+        """One more sync, whatever the trigger says: the last one of a run, before the final weights are written."""
+        self.drain()
+        if self.anchor and self._steps_since_sync_anywhere():
+            self.trigger.syncs += 1
+            self._decide(self.trigger.syncs)
+            self.drain()
+
+    def take_result(self) -> SyncResult | None:
+        """The sync that was completed since the last call, once."""
+        result, self._result = self._result, None
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state; a due sync must have been completed (`drain`)."""
+        assert not any(self._pending), "a sync is pending: drain first"
+        return {
+            "trigger": self.trigger.state_dict(),
+            "detector": self.detector.state_dict(),
+            "anchor": self.anchor,
+            "outer_momentum": self.outer_momentum,
+            "steps_since_sync": self._steps_since_sync,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up `state`, of the same layout; parameters and inner moments are loaded elsewhere."""
+        self.trigger.load_state_dict(state["trigger"])
+        self.detector.load_state_dict(state["detector"])
+        self._steps_since_sync = state["steps_since_sync"]
+        self._reducer.enabled = self.trigger.in_warmup and self.mesh.num_replicas > 1
+        if state["anchor"]:
+            self._allocate_anchor()
+            for own, saved in zip(self.anchor, state["anchor"], strict=True):
+                own.copy_(saved)
+            for own, saved in zip(self.outer_momentum, state["outer_momentum"], strict=True):
+                own.copy_(saved)
+        elif not self.trigger.in_warmup:
+            self._set_anchor()
+
+    # ---- called by the bucket groups, as the forward pass reaches their modules ----------------------------------
+
+    @torch.no_grad()
+    def launch_after(self, module: ModuleShard, *, computes: bool) -> None:
+        """Launch the modules after `module`; one more when `module` computes now instead of the one before it."""
+        self._launch_through(module.index + self.config.edit_prefetch_depth + int(computes))
+
+    @torch.no_grad()
+    def complete(self, module: ModuleShard) -> None:
+        """Outer step of `module` with the averaged pseudo gradient; nothing to do unless its sync is pending."""
+        pending = self._pending[module.index]
+        if pending is None:
+            return
+        self._launch_through(module.index)
+        anchor, momentum = self.anchor[module.index], self.outer_momentum[module.index]
+        platform = self.mesh.platform
+        with platform.stream(platform.sync_stream()):
+            if not pending.rolled_back:
+                assert pending.buffer is not None and pending.work is not None
+                pending.work.wait()
+                beta = self._clip_coefficient(module, pending.buffer)
+                self._clip_coefficients[module.index] = beta
+                nesterov_step_(
+                    anchor, momentum, pending.buffer, beta,
+                    self.config.edit_outer_lr, self.config.edit_outer_momentum,
+                )  # fmt: skip
+                self._free_buffers.setdefault(pending.buffer.numel(), []).append(pending.buffer)
+            module.write_masters(anchor)
+            updated = platform.record_event()
+        platform.wait_event(updated)
+        self._pending[module.index] = None
+        self._observe("complete", module)
+        if not any(self._pending):
+            self._finish_sync()
+
+    # ---- the sync ------------------------------------------------------------------------------------------------
+
+    def _decide(self, index: int) -> None:
+        """Exchange norms and step counts; weights, flags and rollbacks follow on every rank alike."""
+        self._decided_at = self.mesh.platform.record_event()
+        squares = torch.stack([self._pseudo_gradient_square_sum(module) for module in self.modules])  # [M]
+        if self.mesh.norm_group.size() > 1:
+            dist.all_reduce(squares, group=self.mesh.norm_group)
+        mine = torch.cat([squares.sqrt().cpu(), torch.tensor([float(self._steps_since_sync)]).double()])
+        gathered = self.transport.all_gather(mine)  # [R, M + 1]
+        norms, stepped = gathered[:, :-1], gathered[:, -1] > 0
+        verdict = self.detector.observe(norms, stepped)
+        weights = replica_weights(
+            norms, verdict.left_out, self.config.edit_weighting, self.config.edit_softmax_temperature
+        )
+        rolled_back = verdict.left_out.all(dim=0)  # [M]
+        self.last_decision = SyncDecision(index, norms, stepped, verdict, weights, rolled_back)
+        self._zero_moments_of_non_finite(verdict)
+        mine_weights = weights[self.mesh.replica].tolist()
+        self._pending = [
+            _Pending(weight, back) for weight, back in zip(mine_weights, rolled_back.tolist(), strict=True)
+        ]
+        self._clip_coefficients = [torch.ones((), dtype=torch.float64) for _ in self.modules]
+        self._launched = 0
+        self._steps_since_sync = 0
+
+    def _sync_blocking(self) -> None:
+        """The naive twin of the sync in the forward pass: the same two calls per module, one after the other."""
+        for module in self.modules:
+            self._launch_through(module.index)
+            self.complete(module)
+
+    def _launch_through(self, last: int) -> None:
+        """Launch all-reduces in module order up to index `last`: one order on all ranks of a group."""
+        while self._launched <= min(last, len(self.modules) - 1):
+            module = self.modules[self._launched]
+            self._launched += 1
+            pending = self._pending[module.index]
+            if pending is not None and not pending.rolled_back:
+                self._launch(module, pending)
+
+    def _launch(self, module: ModuleShard, pending: _Pending) -> None:
+        platform = self.mesh.platform
+        platform.wait_event(platform.record_event(), platform.sync_stream())
+        with platform.stream(platform.sync_stream()):
+            pending.buffer = self._take_buffer(module.numel)
+            if pending.weight > 0:
+                module.write_pseudo_gradient(self.anchor[module.index], pending.buffer)
+                pending.buffer.mul_(pending.weight)
+            else:
+                pending.buffer.zero_()  # never 0 x its values: they may be NaN
+            pending.work = self.transport.all_reduce(pending.buffer)
+        self._observe("launch", module)
+
+    def _clip_coefficient(self, module: ModuleShard, averaged: torch.Tensor) -> torch.Tensor:
+        """beta as a 0-d fp64 tensor on the device; the host does not wait for it."""
+        if self.config.edit_pseudo_grad_clip == 0:
+            return torch.ones((), dtype=torch.float64, device=averaged.device)
+        squares = module.counted_square_sum(averaged)
+        if self.mesh.norm_group.size() > 1:
+            dist.all_reduce(squares, group=self.mesh.norm_group)
+        return clip_coefficient(squares.sqrt(), self.config.edit_pseudo_grad_clip)
+
+    def _finish_sync(self) -> None:
+        assert self.last_decision is not None
+        done = self.mesh.platform.record_event()
+        bytes_sent, exposed_ms = self.transport.take_traffic()
+        self._result = SyncResult(
+            decision=self.last_decision,
+            clip_coefficients=torch.stack([beta.cpu() for beta in self._clip_coefficients]),
+            bytes_sent=bytes_sent,
+            exposed_ms=exposed_ms,
+            total_ms=self._decided_at.elapsed_time(done),
+        )
+
+    # ---- parts -----------------------------------------------------------------------------------------------------
+
+    def _pseudo_gradient_square_sum(self, module: ModuleShard) -> torch.Tensor:
+        buffer = self._take_buffer(module.numel)
+        module.write_pseudo_gradient(self.anchor[module.index], buffer)
+        squares = module.counted_square_sum(buffer)
+        self._free_buffers.setdefault(buffer.numel(), []).append(buffer)
+        return squares
+
+    def _take_buffer(self, numel: int) -> torch.Tensor:
+        free = self._free_buffers.get(numel)
+        return free.pop() if free else torch.empty(numel, dtype=torch.float32, device=self.mesh.platform.device)
+
+    def _allocate_anchor(self) -> None:
+        device = self.mesh.platform.device
+        self.anchor = [torch.empty(m.numel, dtype=torch.float32, device=device) for m in self.modules]
+        self.outer_momentum = [torch.zeros_like(anchor) for anchor in self.anchor]
+
+    @torch.no_grad()
+    def _set_anchor(self) -> None:
+        """anchor := parameters, those of replica 0 everywhere: bit-equal even where kernels round differently."""
+        self._allocate_anchor()
+        for module, anchor in zip(self.modules, self.anchor, strict=True):
+            module.copy_masters_to(anchor)
+            self.transport.broadcast(anchor)
+            module.write_masters(anchor)
+
+    def _zero_moments_of_non_finite(self, verdict: DetectorVerdict) -> None:
+        """Inner moments of this replica's non-finite modules := 0, or its next step is non-finite again (ours)."""
+        for module in self.modules:
+            if verdict.non_finite[self.mesh.replica, module.index]:
+                for piece in module.slices:
+                    for part in self._optimizer.chained_optimizers:
+                        state = part.optimizer.state.get(piece.optimizer_parameter, {})
+                        for name in ("exp_avg", "exp_avg_sq"):
+                            if name in state:
+                                state[name].zero_()
+
+    def _steps_since_sync_anywhere(self) -> bool:
+        mine = torch.tensor([self._steps_since_sync], dtype=torch.int64)
+        return bool(self.transport.all_gather(mine).any())
+
+    def _write_model(self, module: ModuleShard, pieces: list[torch.Tensor]) -> None:
+        for piece, value in zip(module.slices, pieces, strict=True):
+            piece.model.data.copy_(value)
+
+    def _gather_parameters(self) -> None:
+        for chunk in self.chunks:
+            chunk.start_param_sync(force_sync=True)
+
+    def _observe(self, event: str, module: ModuleShard) -> None:
+        if self._observer is not None:
+            self._observer(event, module)

@@ -1,0 +1,289 @@
+"""One bucket = one module: megatron-core's buckets cut at module edges, and this rank's shard of each module.
+
+A module is the embedding, one transformer layer, or the head (`model.llama.module_key`). Each is one bucket of
+megatron-core's DDP on every pipeline stage and chunk, hence one reduce-scatter, one all-gather and one sync.
+This file and `engine.py` are all that touches megatron-core's buckets.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+
+from megatron_edit.model.llama import canonical_name, module_key
+from megatron_edit.parallel.mesh import Mesh
+
+
+class ParameterSync(Protocol):
+    """What a bucket group calls when the forward pass asks for its parameters (the sync engine)."""
+
+    def complete(self, module: ModuleShard) -> None:
+        """Finish a due sync of `module`: its shard of the parameters is final afterwards."""
+
+    def launch_after(self, module: ModuleShard, *, computes: bool) -> None:
+        """Start the all-reduces of the modules that follow; `computes`: `module` itself computes now."""
+
+
+@dataclass
+class ShardSlice:
+    """The part of one parameter that this rank's optimizer shard holds."""
+
+    name: str  # canonical, global layer number
+    parameter: torch.nn.Parameter
+    master: torch.Tensor  # [n] fp32, flat; fp32 training: a view into the bucket
+    model: torch.Tensor  # [n] in the model's dtype, a view into the bucket's parameters
+    optimizer_parameter: torch.Tensor  # key of the inner optimizer's state
+    counted: bool  # False for a tensor parallel duplicate: norms leave it out
+    parameter_start: int  # first element of this slice in the flat parameter
+
+
+@dataclass
+class ModuleShard:
+    """This rank's shard of one module: slices in bucket order, together `numel` elements."""
+
+    key: str  # "embedding", "layers.3", "head"
+    index: int  # position in forward order over all chunks of this rank
+    bucket_group: ModuleBucketGroup
+    slices: list[ShardSlice] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's shard; 0 where a small module's padding falls to this rank."""
+        return sum(piece.master.numel() for piece in self.slices)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """`flat` [numel] cut like the slices."""
+        return list(flat.split([piece.master.numel() for piece in self.slices])) if self.slices else []
+
+    def copy_masters_to(self, flat: torch.Tensor) -> None:
+        """flat [numel] fp32 := the masters."""
+        for view, piece in zip(self.views(flat), self.slices, strict=True):
+            view.copy_(piece.master)
+
+    def write_masters(self, flat: torch.Tensor) -> None:
+        """Masters and the model's own shard := flat [numel] fp32."""
+        for view, piece in zip(self.views(flat), self.slices, strict=True):
+            piece.master.copy_(view)
+            if piece.model.data_ptr() != piece.master.data_ptr():
+                piece.model.copy_(view)
+
+    def write_pseudo_gradient(self, anchor: torch.Tensor, out: torch.Tensor) -> None:
+        """out [numel] fp32 := masters - anchor [numel]: Delta of arXiv 2412.07210, from fp32 masters."""
+        for piece, anchor_view, out_view in zip(self.slices, self.views(anchor), self.views(out), strict=True):
+            torch.sub(piece.master, anchor_view, out=out_view)
+
+    def counted_square_sum(self, flat: torch.Tensor) -> torch.Tensor:
+        """Sum of squares of flat [numel], without tensor parallel duplicates; 0-d fp64 on flat's device."""
+        views = [v for v, piece in zip(self.views(flat), self.slices, strict=True) if piece.counted]
+        if not views:
+            return torch.zeros((), dtype=torch.float64, device=flat.device)
+        return torch.stack(torch._foreach_norm(views)).double().square().sum()
+
+
+class ModuleEdges:
+    """Stands in for megatron-core's bucket size and closes a bucket at each module's last parameter.
+
+    megatron-core asks `numel >= bucket_size` once per parameter, in reverse order of registration; Python turns
+    that into `bucket_size <= numel`.
+    """
+
+    def __init__(self, keys_in_reverse_order: list[str]) -> None:
+        self._keys = keys_in_reverse_order
+        self._next = 0
+
+    def __le__(self, numel: int) -> bool:
+        here, self._next = self._next, self._next + 1
+        return self._next == len(self._keys) or self._keys[here] != self._keys[self._next]
+
+
+class _Finished:
+    """A communication handle with nothing to wait for: a shard group of one rank."""
+
+    def wait(self) -> None:
+        return None
+
+
+class GradientReducer:
+    """Averages gradients over the replicas too, while `enabled`: warm-up and `baseline`.
+
+    The all-reduce of a bucket's shard over the sync group is issued when the next bucket's reduce-scatter
+    starts, by count and not by completion, so that all ranks issue in one order; it overlaps with backward.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.enabled = False
+        self._mesh = mesh
+        self._scattering: deque[ModuleBucketGroup] = deque()
+        self._reducing: dict[ModuleBucketGroup, list[dist.Work]] = {}
+
+    def reduce_scatter_started(self, group: ModuleBucketGroup) -> None:
+        """Issue the all-reduce of every earlier bucket."""
+        while self._scattering:
+            self._all_reduce(self._scattering.popleft())
+        self._scattering.append(group)
+
+    def wait(self, group: ModuleBucketGroup) -> None:
+        """Gradients of `group` are summed over all replicas afterwards."""
+        while self._scattering:
+            self._all_reduce(self._scattering.popleft())
+        for work in self._reducing.pop(group, []):
+            work.wait()
+
+    def _all_reduce(self, group: ModuleBucketGroup) -> None:
+        platform = self._mesh.platform
+        platform.wait_event(platform.record_event(), platform.sync_stream())
+        with platform.stream(platform.sync_stream()):
+            group.grad_reduce_handle.wait()
+            self._reducing[group] = [
+                dist.all_reduce(shard, group=self._mesh.sync_group, async_op=True)
+                for shard in group.gradient_shards()
+            ]
+
+
+class ModuleBucketGroup(_ParamAndGradBucketGroup):
+    """A bucket group whose parameter sync completes this module's EDiT sync and launches the next ones."""
+
+    sync: ParameterSync | None = None
+    module: ModuleShard
+    reducer: GradientReducer
+
+    @classmethod
+    def adopt(cls, group: _ParamAndGradBucketGroup, reducer: GradientReducer) -> ModuleBucketGroup:
+        """Turns a bucket group that megatron-core's DDP built into this class, in place."""
+        assert len(group.buckets) == 1, "one bucket per module"
+        group.__class__ = cls
+        assert isinstance(group, ModuleBucketGroup)
+        group.reducer = reducer
+        return group
+
+    @property
+    def bucket(self) -> _ParamAndGradBucket:
+        """The one bucket."""
+        return self.buckets[0]
+
+    @property
+    def shard_group_size(self) -> int:
+        """Ranks of the shard group."""
+        return self.intra_distributed_optimizer_instance_size
+
+    def gradient_shards(self) -> list[torch.Tensor]:
+        """This rank's shard of the bucket's gradients, flat."""
+        shard = self.bucket.grad_data.numel() // self.shard_group_size
+        start = shard * self.intra_distributed_optimizer_instance_rank
+        return [self.bucket.grad_data[start : start + shard]]
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Complete this module's sync, gather it in the shard group, launch the sync of the modules after it."""
+        if self.sync is not None:
+            self.sync.complete(self.module)
+        if self.shard_group_size > 1:
+            super().start_param_sync(force_sync=force_sync)
+        else:  # nothing to gather, and no need to run ahead of the module that computes
+            self.param_gather_dispatched = True
+        if self.sync is not None:
+            self.sync.launch_after(self.module, computes=self.shard_group_size == 1)
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Reduce-scatter in the shard group; over the replicas too while the reducer is enabled."""
+        already_started = self.is_first_batch and self.grad_reduce_handle is not None
+        if self.shard_group_size > 1:
+            super().start_grad_sync(force_all_reduce=force_all_reduce)
+        else:
+            assert self.bucket.gradient_scaling_factor == 1.0, "the loss is a sum over tokens"
+            self.grad_reduce_handle = _Finished()
+        if self.reducer.enabled and not already_started:
+            self.reducer.reduce_scatter_started(self)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Wait until this module's gradients are reduced."""
+        if self.reducer.enabled and not self.is_first_batch:
+            self.reducer.wait(self)
+            super().finish_grad_sync(force_all_reduce=force_all_reduce)
+        else:
+            super().finish_grad_sync(force_all_reduce=force_all_reduce)
+            if self.reducer.enabled:
+                self.reducer.wait(self)
+
+
+class ReplicaDataParallel(DistributedDataParallel):
+    """megatron-core's DDP inside one replica, one bucket per module on every stage and chunk."""
+
+    def __init__(self, *, reducer: GradientReducer, name_of: Callable[[str], str], **arguments: Any) -> None:
+        ddp_config = arguments["ddp_config"]
+        assert ddp_config.use_distributed_optimizer and ddp_config.overlap_param_gather
+        assert ddp_config.overlap_grad_reduce and ddp_config.num_distributed_optimizer_instances == 1
+        object.__setattr__(self, "_name_of", name_of)
+        super().__init__(**arguments)
+        assert not self.expert_parallel_bucket_groups, "mixture of experts is refused by the checks"
+        for group in self.bucket_groups:
+            ModuleBucketGroup.adopt(group, reducer)
+
+    @property
+    def bucket_size(self) -> ModuleEdges:
+        """What megatron-core compares bucket sizes with: edges of modules, whatever the stage."""
+        parameters = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        assert len({p.dtype for _, p in parameters}) == 1, "one dtype, one buffer"
+        return ModuleEdges([module_key(self._name_of(name)) for name, _ in reversed(parameters)])
+
+    @bucket_size.setter
+    def bucket_size(self, value: int | None) -> None:
+        """megatron-core's own idea of a size (none beyond the first stage) is not used."""
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """All modules, in forward order on every path, so that the sync group sees one order."""
+        for group in reversed(self.bucket_groups):
+            group.start_param_sync(force_sync=force_sync)
+
+
+def collect_modules(
+    chunks: list[ReplicaDataParallel], optimizer: MegatronOptimizer, mesh: Mesh
+) -> list[ModuleShard]:
+    """This rank's shard of each module, in forward order over its chunks."""
+    owned: dict[torch.nn.Parameter, tuple[torch.Tensor, range, range]] = {}
+    for part in optimizer.chained_optimizers:
+        pairs = [
+            *zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True),
+            *zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True),
+        ]
+        for parameters, masters in pairs:
+            for parameter, master in zip(parameters, masters, strict=True):
+                ranges = part._get_model_param_range_map(parameter)
+                bucket_range, inside = ranges["gbuf_world_in_bucket"], ranges["param"]
+                owned[parameter] = (
+                    master, range(bucket_range.start, bucket_range.end), range(inside.start, inside.end)
+                )  # fmt: skip
+
+    modules: list[ModuleShard] = []
+    for chunk in chunks:
+        names = {p: canonical_name(chunk.module, n) for n, p in chunk.module.named_parameters()}
+        for group in reversed(chunk.bucket_groups):
+            keys = {module_key(names[p]) for p in group.bucket.params_list}
+            assert len(keys) == 1, f"a bucket crosses modules: {sorted(keys)}"
+            module = ModuleShard(key=keys.pop(), index=len(modules), bucket_group=group)
+            for parameter in group.bucket.params_list:
+                if parameter not in owned:
+                    continue
+                master, in_bucket, in_parameter = owned[parameter]
+                module.slices.append(
+                    ShardSlice(
+                        name=names[parameter],
+                        parameter=parameter,
+                        master=master.detach().view(-1),
+                        model=group.bucket.param_data.view(-1)[in_bucket.start : in_bucket.stop],
+                        optimizer_parameter=master,
+                        counted=param_is_not_tensor_parallel_duplicate(parameter, mesh.process_groups.tp),
+                        parameter_start=in_parameter.start,
+                    )
+                )
+            group.module = module
+            modules.append(module)
+    return modules
