@@ -1,6 +1,7 @@
-"""Every setting of the program, once: the dataclass field is the flag, the YAML key, the help and the default.
+"""Every setting of the program, once: a dataclass field is the flag, the YAML key, the help and the default.
 
-A field `micro_batch_size` of any section is the flag `--micro-batch-size` and the YAML key `micro_batch_size`.
+A field `micro_batch_size` of any section is the flag `--micro-batch-size` and the key `micro_batch_size`; a
+switch `bf16` also has `--no-bf16`, so that flags can undo what a file or a preset sets.
 Names are Megatron-LM's where it has the setting; this project's own settings of the sync start with `edit_`.
 Sections only group the help and the docs: flags and keys are unique over all of them.
 `None` as a default means "not given"; what then holds is said in the help. This file imports no torch.
@@ -9,7 +10,7 @@ Sections only group the help and the docs: flags and keys are unique over all of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -18,22 +19,21 @@ def setting(
     help: str,
     *,
     choices: Sequence[str] | None = None,
-    flag: str | None = None,
-    negative_flag: str | None = None,
-    aliases: Sequence[str] = (),
     minimum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
     metavar: str | None = None,
     source: str | None = None,
 ) -> Any:
     """A dataclass field that carries all that the flag, the YAML key and the docs need.
 
-    `negative_flag`: Megatron spells some switches as `--no-...`; giving it sets the field to False.
-    `minimum`: smallest value allowed, in the field's unit. `source`: where a default comes from.
+    `minimum`: smallest value allowed, in the field's unit; `above`, `below`: bounds that are themselves not
+    allowed. `source`: where a default comes from.
     """
-    metadata = dict(
-        help=help, choices=choices, flag=flag, negative_flag=negative_flag, aliases=tuple(aliases),
-        minimum=minimum, metavar=metavar, source=source,
-    )  # fmt: skip
+    metadata = {
+        "help": help, "choices": choices, "minimum": minimum, "above": above, "below": below,
+        "metavar": metavar, "source": source,
+    }  # fmt: skip
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -50,7 +50,7 @@ class ModelConfig:
     num_layers: int = setting(4, "transformer layers", minimum=1)
     hidden_size: int = setting(64, "width of the residual stream", minimum=1)
     ffn_hidden_size: int | None = setting(
-        None, "inner width of the SwiGLU MLP; default 8/3 hidden size, rounded up to a multiple of 64", minimum=1
+        None, "inner width of the SwiGLU MLP; default 8/3 hidden size, up to a multiple of 64", minimum=1
     )
     num_attention_heads: int = setting(8, "query heads", minimum=1)
     num_query_groups: int | None = setting(
@@ -65,19 +65,19 @@ class ModelConfig:
     rope_scaling_type: str = setting(
         "none", "how rotary frequencies are stretched", choices=("none", "linear", "llama3")
     )
-    rope_scaling_factor: float = setting(8.0, "stretch of the rotary scaling")
-    rope_scaling_low_freq_factor: float = setting(1.0, "llama3 scaling: low frequency factor")
-    rope_scaling_high_freq_factor: float = setting(4.0, "llama3 scaling: high frequency factor")
+    rope_scaling_factor: float = setting(8.0, "stretch of the rotary scaling", above=0)
+    rope_scaling_low_freq_factor: float = setting(1.0, "llama3 scaling: low frequency factor", above=0)
+    rope_scaling_high_freq_factor: float = setting(4.0, "llama3 scaling: high frequency factor", above=0)
     rope_scaling_original_max_position_embeddings: int = setting(
         8192, "llama3 scaling: sequence length before the stretch", minimum=1
     )
-    norm_epsilon: float = setting(1e-5, "epsilon of RMSNorm")
+    norm_epsilon: float = setting(1e-5, "epsilon of RMSNorm", above=0)
     untie_embeddings_and_output_weights: bool = setting(
         False, "give the output head its own matrix instead of the embedding's"
     )
     add_qkv_bias: bool = setting(False, "bias on the query, key and value projections")
-    attention_dropout: float = setting(0.0, "dropout probability on attention weights", minimum=0)
-    hidden_dropout: float = setting(0.0, "dropout probability on the residual branches", minimum=0)
+    attention_dropout: float = setting(0.0, "dropout probability on attention weights", minimum=0, below=1)
+    hidden_dropout: float = setting(0.0, "dropout probability on the residual branches", minimum=0, below=1)
     init_method_std: float = setting(0.02, "standard deviation of the initial weights", minimum=0)
     make_vocab_size_divisible_by: int = setting(
         128, "the vocabulary is padded to a multiple of this times the tensor parallel size", minimum=1
@@ -136,7 +136,7 @@ class EditConfig:
         0.7, "learning rate of the outer Nesterov step (eta)", minimum=0, source="the authors' example"
     )
     edit_outer_momentum: float = setting(
-        0.8, "momentum of the outer Nesterov step (mu)", minimum=0, source="the authors' example"
+        0.8, "momentum of the outer Nesterov step (mu)", minimum=0, below=1, source="the authors' example"
     )
     edit_pseudo_grad_clip: float = setting(
         10.0, "largest norm of a module's averaged pseudo gradient (phi); 0 = off", minimum=0,
@@ -148,8 +148,8 @@ class EditConfig:
         source="arXiv 2412.07210",
     )  # fmt: skip
     edit_anomaly_alpha: float = setting(
-        0.02, "weight of a new observation in the detector's moving mean and variance (alpha)", minimum=0,
-        source="arXiv 2412.07210",
+        0.02, "weight of a new observation in the detector's moving mean and variance (alpha)", above=0,
+        below=1, source="arXiv 2412.07210",
     )  # fmt: skip
     edit_anomaly_warmup_syncs: int = setting(
         20, "syncs that a detector watches before it may flag", minimum=3, source="ours"
@@ -158,12 +158,12 @@ class EditConfig:
         "softmax", "weights of the replicas in the average: softmax of minus their norms, or equal",
         choices=("softmax", "mean"),
     )  # fmt: skip
-    edit_softmax_temperature: float = setting(1.0, "temperature of the softmax weights (T), above 0", minimum=0)
+    edit_softmax_temperature: float = setting(1.0, "temperature of the softmax weights (T)", above=0)
     edit_prefetch_depth: int = setting(
         1, "modules whose all-reduce is in flight ahead of the module that computes", minimum=1
     )
     edit_sync_placement: str = setting(
-        "forward", "where the sync runs: layer by layer inside the next forward pass, or blocking after the step",
+        "forward", "where the sync runs: layer by layer in the next forward pass, or blocking after the step",
         choices=("forward", "step"),
     )  # fmt: skip
 
@@ -184,19 +184,13 @@ class TrainingConfig:
         None, "optimizer steps of each replica; give this or --train-samples", minimum=0
     )
     train_samples: int | None = setting(None, "samples over all replicas", minimum=0)
-    exit_interval: int | None = setting(
-        None, "save and stop after an iteration that this divides", minimum=1
-    )
-    exit_duration_in_mins: float | None = setting(None, "save and stop after this many minutes", minimum=0)
-    exit_signal_handler: bool = setting(
-        True, "save and stop on SIGTERM, SIGINT or SIGUSR1 to any rank", negative_flag="--no-exit-signal-handler"
-    )
+    exit_interval: int | None = setting(None, "save and stop after an iteration that this divides", minimum=1)
+    exit_duration_in_mins: float | None = setting(None, "save and stop after this many minutes", above=0)
+    exit_signal_handler: bool = setting(True, "save and stop on SIGTERM, SIGINT or SIGUSR1 to any rank")
     seed: int = setting(1234, "seed of weights, sample order and dropout", minimum=0)
     bf16: bool = setting(False, "train in bfloat16 with fp32 master weights and fp32 gradients")
     fp16: bool = setting(False, "train in float16 with dynamic loss scaling and fp32 master weights (GPU)")
-    accumulate_allreduce_grads_in_fp32: bool = setting(
-        True, "add up and reduce gradients in fp32", negative_flag="--no-accumulate-allreduce-grads-in-fp32"
-    )
+    accumulate_allreduce_grads_in_fp32: bool = setting(True, "add up and reduce gradients in fp32")
     device: str = setting("auto", "where to train", choices=("auto", "cpu", "cuda"))
     deterministic_mode: bool = setting(False, "only kernels whose result does not vary from run to run")
 
@@ -212,24 +206,28 @@ class OptimizerConfig:
     )
     lr_warmup_iters: int | None = setting(None, "iterations of linear warm-up", minimum=0)
     lr_warmup_samples: int | None = setting(None, "samples of linear warm-up", minimum=0)
-    lr_warmup_fraction: float | None = setting(None, "warm-up as a share of the decay length", minimum=0)
+    lr_warmup_fraction: float | None = setting(
+        None, "warm-up as a share of the decay length", minimum=0, below=1
+    )
     lr_warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", minimum=0)
     lr_decay_iters: int | None = setting(
-        None, "iterations until the minimum is reached, warm-up included; default: the run's length", minimum=1
+        None, "iterations until the minimum is reached, warm-up included; default: the run's", minimum=1
     )
     lr_decay_samples: int | None = setting(
-        None, "samples until the minimum is reached, warm-up included; default: the run's length", minimum=1
+        None, "samples until the minimum is reached, warm-up included; default: the run's", minimum=1
     )
     lr_wsd_decay_iters: int | None = setting(None, "WSD: iterations of the final decay", minimum=1)
     lr_wsd_decay_samples: int | None = setting(None, "WSD: samples of the final decay", minimum=1)
     lr_wsd_decay_style: str = setting(
-        "linear", "WSD: shape of the final decay", choices=("linear", "cosine", "exponential")
+        "linear", "WSD: shape of the final decay", choices=("linear", "cosine", "exponential", "minus_sqrt")
     )
-    weight_decay: float = setting(0.1, "decoupled weight decay of matrices; norms and biases get none", minimum=0)
+    weight_decay: float = setting(
+        0.1, "decoupled weight decay of matrices; norms and biases get none", minimum=0
+    )
     clip_grad: float = setting(1.0, "largest norm of a replica's gradient; 0 = off", minimum=0)
-    adam_beta1: float = setting(0.9, "decay of the first moment", minimum=0)
-    adam_beta2: float = setting(0.95, "decay of the second moment", minimum=0)
-    adam_eps: float = setting(1e-8, "epsilon of Adam", minimum=0)
+    adam_beta1: float = setting(0.9, "decay of the first moment", minimum=0, below=1)
+    adam_beta2: float = setting(0.95, "decay of the second moment", minimum=0, below=1)
+    adam_eps: float = setting(1e-8, "epsilon of Adam", above=0)
 
 
 @dataclass(frozen=True)
@@ -268,9 +266,7 @@ class EvaluationConfig:
     eval_iters: int = setting(
         10, "global batches of each evaluation, fewer when the split is shorter; 0 = no evaluation", minimum=0
     )
-    eval_at_end: bool = setting(
-        True, "evaluate the final weights", negative_flag="--no-eval-at-end"
-    )
+    eval_at_end: bool = setting(True, "evaluate the final weights")
 
 
 @dataclass(frozen=True)
@@ -278,7 +274,7 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     save: str | None = setting(None, "folder of the checkpoints", metavar="DIR")
-    save_interval: int | None = setting(None, "iterations between checkpoints; the end saves always", minimum=1)
+    save_interval: int | None = setting(None, "iterations between saves; the end always saves", minimum=1)
     load: str | None = setting(
         None, "folder to resume from; missing is an error unless it equals --save", metavar="DIR"
     )
@@ -301,6 +297,16 @@ class LoggingConfig:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class CommandConfig:
+    """What the command does with the settings. Flags only: these are no YAML keys."""
+
+    config: str | None = setting(None, "YAML file of settings; flags beside it win", metavar="FILE.yaml")
+    print_config: bool = setting(False, "print every setting with its source as YAML, and stop")
+    dry_run: bool = setting(False, "make all checks, print the mesh and the batch arithmetic, and stop")
+    help: bool = setting(False, "print this text, and stop")
+
+
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "parallel": ParallelConfig,
@@ -311,12 +317,17 @@ SECTIONS: dict[str, type] = {
     "evaluation": EvaluationConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
+    "command": CommandConfig,
 }
 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings, frozen. `sources[name]`: "flag", "FILE.yaml", "preset NAME", "default" or "derived"."""
+    """All settings, frozen. `sources[name]`: "flag", "FILE.yaml", "preset NAME", "default" or "derived".
+
+    `ignored_flags`: Megatron-LM's flags that were given and make no difference here. A Config that is made in
+    Python may leave `sources` empty; a value that is not the default then counts as given.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -327,15 +338,9 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    command: CommandConfig = field(default_factory=CommandConfig)
     sources: dict[str, str] = field(default_factory=dict)
-
-
-def section_of(name: str) -> str:
-    """Name of the section that holds the setting `name`; KeyError when none does."""
-    for section, cls in SECTIONS.items():
-        if any(f.name == name for f in fields(cls)):
-            return section
-    raise KeyError(name)
+    ignored_flags: tuple[str, ...] = ()
 
 
 class ConfigError(ValueError):

@@ -1,0 +1,140 @@
+"""The schema seen as one flat table of settings: name -> section, type, bounds, flag. Reads and copies a Config."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any
+
+from megatron_edit.config.schema import SECTIONS, Config
+
+TYPE_NAMES: dict[type, str] = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of the schema. `kind` is int, float, str, bool or list (of text); `optional`: None is allowed."""
+
+    name: str
+    section: str
+    kind: type
+    optional: bool
+    default: Any
+    help: str
+    choices: tuple[str, ...] | None
+    minimum: float | None
+    above: float | None
+    below: float | None
+    metavar: str | None
+    source: str | None
+
+    @property
+    def flag(self) -> str:
+        """`micro_batch_size` -> `--micro-batch-size`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def negative_flag(self) -> str | None:
+        """`--no-NAME` for a switch, else None."""
+        return "--no-" + self.name.replace("_", "-") if self.kind is bool else None
+
+    @property
+    def placeholder(self) -> str:
+        """What stands for the value in the help; empty for a switch."""
+        if self.kind is bool:
+            return ""
+        if self.choices:
+            return "{" + ",".join(self.choices) + "}"
+        word = self.metavar or {int: "N", float: "X", str: "TEXT"}.get(self.kind, "X")
+        return f"{word} [{word} ...]" if self.kind is list else word
+
+
+def _settings() -> dict[str, Setting]:
+    table: dict[str, Setting] = {}
+    for section, cls in SECTIONS.items():
+        hints = typing.get_type_hints(cls)
+        for f in fields(cls):
+            assert f.name not in table, f"setting {f.name} stands in two sections"
+            hint, optional = hints[f.name], False
+            if isinstance(hint, types.UnionType):
+                hint, none = typing.get_args(hint)
+                assert none is types.NoneType
+                optional = True
+            default = f.default if f.default_factory is MISSING else f.default_factory()
+            meta = f.metadata
+            table[f.name] = Setting(
+                name=f.name,
+                section=section,
+                kind=typing.get_origin(hint) or hint,
+                optional=optional,
+                default=default,
+                help=meta["help"],
+                choices=None if meta["choices"] is None else tuple(meta["choices"]),
+                minimum=meta["minimum"],
+                above=meta["above"],
+                below=meta["below"],
+                metavar=meta["metavar"],
+                source=meta["source"],
+            )
+    return table
+
+
+SETTINGS: dict[str, Setting] = _settings()
+
+
+def value_problem(setting: Setting, value: Any) -> str | None:
+    """What is wrong with `value` by itself (type, choices, bounds), or None."""
+    if value is None:
+        return None if setting.optional else "needs a value"
+    if setting.kind is list:
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+            return f"must be a list of text, not {value!r}"
+        return None
+    accepted = (int, float) if setting.kind is float else (setting.kind,)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and setting.kind is not bool):
+        return f"must be {TYPE_NAMES[setting.kind]}, not {value!r}"
+    if setting.choices and value not in setting.choices:
+        return f"must be one of {', '.join(setting.choices)}, not {value!r}"
+    if setting.kind is str and value == "":
+        return "must not be empty"
+    if setting.kind in (int, float):
+        if not math.isfinite(value):
+            return f"must be a finite number, not {value}"
+        if setting.minimum is not None and value < setting.minimum:
+            return f"must be at least {setting.minimum:g}, not {value}"
+        if setting.above is not None and value <= setting.above:
+            return f"must be above {setting.above:g}, not {value}"
+        if setting.below is not None and value >= setting.below:
+            return f"must be below {setting.below:g}, not {value}"
+    return None
+
+
+def flag_of(name: str) -> str:
+    """Flag of the setting `name`."""
+    return SETTINGS[name].flag
+
+
+def value_of(config: Config, name: str) -> Any:
+    """The setting `name`, whatever its section."""
+    return getattr(getattr(config, SETTINGS[name].section), name)
+
+
+def is_given(config: Config, name: str) -> bool:
+    """Whether the user (flag, YAML or preset) set `name`, in contrast to a default and a derived value."""
+    source = config.sources.get(name)
+    if source is not None:
+        return source not in ("default", "derived")
+    return bool(value_of(config, name) != SETTINGS[name].default)
+
+
+def with_values(config: Config, values: Mapping[str, Any], source: str | None = None) -> Config:
+    """A copy of `config` with `values` (of any section) set; `source` is noted for each when given."""
+    by_section: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        by_section.setdefault(SETTINGS[name].section, {})[name] = value
+    sections = {section: replace(getattr(config, section), **new) for section, new in by_section.items()}
+    sources = {**config.sources, **dict.fromkeys(values, source)} if source is not None else config.sources
+    return replace(config, **sections, sources=sources)
