@@ -1,0 +1,269 @@
+"""Text to token ids and back.
+
+One rule for every tokenizer: `tokenize` returns the ids of the text and nothing else. Begin and end ids are
+added by the caller (`tools/preprocess_data.py --append-eod`), never by a tokenizer's own template, and marks
+such as `</s>` inside a text are ordinary text: they never become the id of a begin, end or pad mark.
+
+Half of a surrogate pair, which JSON can spell and UTF-8 cannot, is read as U+FFFD.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_edit.data.errors import DataError
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def replace_surrogates(text: str) -> tuple[str, int]:
+    """Replaces each lone surrogate by U+FFFD; returns the text and how many there were."""
+    return _SURROGATE.subn("\ufffd", text)
+
+
+class Tokenizer(ABC):
+    """Text to ids. A special id that the tokenizer does not have is None.
+
+    `vocab_size` is the largest id + 1, special and added ids included (before any padding of the model's
+    vocabulary). `fingerprint` is a sha256 in hex of all that decides which ids a text becomes.
+    """
+
+    name: str
+    vocab_size: int
+    bos_id: int | None = None
+    eod_id: int | None = None
+    pad_id: int | None = None
+    fingerprint: str
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of `text`, without begin and end ids."""
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; special ids give no text."""
+
+    def _check_ids(self, ids: Sequence[int]) -> list[int]:
+        wrong = [i for i in ids if not 0 <= i < self.vocab_size]
+        if wrong:
+            raise DataError(f"{self.name}: id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
+        return [int(i) for i in ids]
+
+    def _plain_ids(
+        self, text: str, encode: Callable[[str], list[int]], marks: Mapping[int, str]
+    ) -> list[int]:
+        """`encode(text)`; where that has the id of a mark, the mark's characters are encoded in two parts."""
+        ids = encode(text)
+        if marks.keys().isdisjoint(ids):
+            return ids
+        pattern = "|".join(re.escape(mark) for mark in sorted(marks.values(), key=len, reverse=True))
+        cuts = [0, *(match.start() + 1 for match in re.finditer(pattern, text)), len(text)]
+        ids = [i for start, end in itertools.pairwise(cuts) for i in encode(text[start:end])]
+        forged = marks.keys() & set(ids)
+        if forged:
+            raise DataError(f"{self.name} turns plain text into its special ids {sorted(forged)}")
+        return ids
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes 0-255, then bos 256, eod 257, pad 258: vocabulary 259. Needs no file."""
+
+    name = "ByteTokenizer"
+    vocab_size, bos_id, eod_id, pad_id = 259, 256, 257, 258
+    fingerprint = hashlib.sha256(b"ByteTokenizer bos=256 eod=257 pad=258").hexdigest()
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(replace_surrogates(text)[0].encode("utf-8"))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in self._check_ids(ids) if i < 256).decode("utf-8", errors="replace")
+
+
+class NullTokenizer(Tokenizer):
+    """Text that already is ids with blanks between them; for mock data. As in Megatron the end id comes on
+    top: `--vocab-size 100` gives ids 0-99, eod 100 and a vocabulary of 101."""
+
+    name = "NullTokenizer"
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 1:
+            raise DataError(f"--vocab-size {vocab_size}: NullTokenizer needs at least 1")
+        self.vocab_size, self.eod_id = vocab_size + 1, vocab_size
+        self.fingerprint = hashlib.sha256(f"NullTokenizer {vocab_size}".encode()).hexdigest()
+
+    def tokenize(self, text: str) -> list[int]:
+        try:
+            ids = self._check_ids([int(field) for field in text.split()])
+        except DataError:
+            raise
+        except ValueError as error:
+            raise DataError(f"NullTokenizer reads ids with blanks between them: {error}") from None
+        if self.eod_id in ids:
+            raise DataError(f"NullTokenizer: id {self.eod_id} is the end id and cannot be in a text")
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(str(i) for i in self._check_ids(ids) if i != self.eod_id)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A sentencepiece `.model` file; ids are those of the library's own encode."""
+
+    name = "SentencePieceTokenizer"
+
+    def __init__(self, model_file: str | Path) -> None:
+        import sentencepiece
+
+        model = _read_file(Path(model_file), "--tokenizer-model")
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise DataError(f"--tokenizer-model {model_file} is no sentencepiece model ({error})") from None
+        self.vocab_size = self._processor.get_piece_size()
+        special = (self._processor.bos_id(), self._processor.eos_id(), self._processor.pad_id())
+        self.bos_id, self.eod_id, self.pad_id = (i if i >= 0 else None for i in special)
+        # Control pieces never match text, but a model may declare its marks as user-defined pieces, which do.
+        self._marks = {i: self._processor.id_to_piece(i) for i in special if i >= 0}
+        self.fingerprint = hashlib.sha256(model).hexdigest()
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._plain_ids(replace_surrogates(text)[0], self._processor.encode, self._marks)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._processor.decode(self._check_ids(ids)))
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A Hugging Face `tokenizer.json`, or the folder that holds it.
+
+    The special ids are those that `tokenizer_config.json` or `special_tokens_map.json` beside it name as
+    bos_token, eos_token and pad_token. The file's template, truncation and padding are not used.
+    """
+
+    name = "HuggingFaceTokenizer"
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            from tokenizers import AddedToken
+            from tokenizers import Tokenizer as Backend
+        except ImportError:
+            raise DataError(
+                "--tokenizer-type HuggingFaceTokenizer needs the package tokenizers: "
+                "pip install 'megatron-edit[hf]'"
+            ) from None
+        path = Path(path)
+        tokenizer_file = path / "tokenizer.json" if path.is_dir() else path
+        if path.is_dir() and not tokenizer_file.exists():
+            hint = " (for its tokenizer.model use SentencePieceTokenizer)"
+            raise DataError(
+                f"--tokenizer-model {path} holds no tokenizer.json"
+                + (hint if (path / "tokenizer.model").exists() else "")
+            )
+        content = _read_file(tokenizer_file, "--tokenizer-model")
+        try:
+            self._backend = Backend.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"--tokenizer-model {tokenizer_file} is no tokenizer.json ({error})") from None
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+        marks = _special_marks(tokenizer_file.parent)
+        ids = {role: self._backend.token_to_id(mark) for role, mark in marks.items()}
+        missing = [f"{role} {marks[role]!r}" for role, mark_id in ids.items() if mark_id is None]
+        if missing:
+            raise DataError(f"{tokenizer_file} has no id for {', '.join(missing)} of the files beside it")
+        # Marked as special and then read as plain text wherever a text contains them.
+        for mark in marks.values():
+            self._backend.add_special_tokens([AddedToken(mark, special=True, normalized=False)])
+        self._backend.encode_special_tokens = True
+        self.bos_id, self.eod_id, self.pad_id = ids.get("bos"), ids.get("eos"), ids.get("pad")
+        self._marks = {i: marks[role] for role, i in ids.items() if i is not None}
+        # Ids may have gaps, so this is not the number of entries.
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.fingerprint = hashlib.sha256(content + json.dumps(marks, sort_keys=True).encode()).hexdigest()
+
+    def tokenize(self, text: str) -> list[int]:
+        def encode(part: str) -> list[int]:
+            return list(self._backend.encode(part, add_special_tokens=False).ids)
+
+        return self._plain_ids(replace_surrogates(text)[0], encode, self._marks)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        plain = [i for i in self._check_ids(ids) if i not in self._marks]
+        return str(self._backend.decode(plain, skip_special_tokens=False))
+
+
+def _special_marks(folder: Path) -> dict[str, str]:
+    """The marks of the roles bos, eos and pad; tokenizer_config.json wins over special_tokens_map.json."""
+    marks: dict[str, str] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if not (folder / name).exists():
+            continue
+        try:
+            entries: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{folder / name} is no JSON ({error})") from None
+        for role in ("bos", "eos", "pad"):
+            entry = entries.get(f"{role}_token")
+            mark = entry.get("content") if isinstance(entry, dict) else entry
+            if isinstance(mark, str) and mark:
+                marks.setdefault(role, mark)
+    return marks
+
+
+def _read_file(path: Path, flag: str) -> bytes:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{flag} {path}: {error.strerror}") from None
+    if not content:
+        raise DataError(f"{flag} {path} is empty")
+    return content
+
+
+# Megatron's names for the same tokenizers. Its Llama2Tokenizer puts a begin id before each text; here no
+# tokenizer adds ids (see the top of this file).
+ALIASES = {"GPTSentencePieceTokenizer": "SentencePieceTokenizer", "Llama2Tokenizer": "SentencePieceTokenizer"}
+TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer")
+
+
+def build_tokenizer(
+    tokenizer_type: str, tokenizer_model: str | Path | None = None, vocab_size: int | None = None
+) -> Tokenizer:
+    """The tokenizer that --tokenizer-type, --tokenizer-model and --vocab-size name.
+
+    Raises:
+        DataError: unknown type, missing or broken file, a flag that the type lacks or does not take.
+    """
+    kind = ALIASES.get(tokenizer_type, tokenizer_type)
+    if kind not in TOKENIZER_TYPES:
+        known = ", ".join((*TOKENIZER_TYPES, *ALIASES))
+        raise DataError(f"--tokenizer-type {tokenizer_type} is unknown; known are {known}")
+    takes_file = kind in ("SentencePieceTokenizer", "HuggingFaceTokenizer")
+    if takes_file and not tokenizer_model:
+        raise DataError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
+    if not takes_file and tokenizer_model:
+        raise DataError(f"--tokenizer-type {tokenizer_type} takes no --tokenizer-model")
+    if kind == "NullTokenizer":
+        if vocab_size is None:
+            raise DataError("--tokenizer-type NullTokenizer needs --vocab-size")
+        return NullTokenizer(vocab_size)
+    tokenizer: Tokenizer
+    if kind == "ByteTokenizer":
+        tokenizer = ByteTokenizer()
+    elif kind == "SentencePieceTokenizer":
+        tokenizer = SentencePieceTokenizer(str(tokenizer_model))
+    else:
+        tokenizer = HuggingFaceTokenizer(str(tokenizer_model))
+    if vocab_size is not None and vocab_size != tokenizer.vocab_size:
+        raise DataError(
+            f"--vocab-size {vocab_size} is not the tokenizer's {tokenizer.vocab_size}: leave the flag out"
+        )
+    return tokenizer
