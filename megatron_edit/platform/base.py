@@ -3,11 +3,12 @@
 import warnings
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_ORDERED_GLOO = "gloo_ordered"
 
 
 class PlatformError(ValueError):
@@ -17,8 +18,8 @@ class PlatformError(ValueError):
 class Platform(ABC):
     """The device of this rank, and the few things that differ between devices.
 
-    Streams and events are `torch.cuda.Stream` and `torch.cuda.Event` on CUDA, and null objects with the same methods
-    on a CPU, where every kernel has finished when its call returns.
+    Streams and events are `torch.cuda.Stream` and `torch.cuda.Event` on CUDA, and null objects with the same
+    methods on a CPU, where every kernel has finished when its call returns.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Platform(ABC):
 
     @abstractmethod
     def initialize(self) -> None:
-        """Prepares this process. Call it before megatron-core builds anything; calling it again does nothing."""
+        """Prepares this process, before megatron-core builds anything; a second call does nothing."""
 
     @abstractmethod
     def sync_stream(self) -> Any:
@@ -42,7 +43,7 @@ class Platform(ABC):
 
     @abstractmethod
     def record_event(self, stream: Any = None) -> Any:
-        """An event at the end of what `stream` (default: the current one) was given so far; it can be timed."""
+        """An event, usable for timing, after all that `stream` (default: the current one) was given."""
 
     @abstractmethod
     def wait_event(self, event: Any, stream: Any = None) -> None:
@@ -66,23 +67,45 @@ class Platform(ABC):
 
     @abstractmethod
     def peak_flops(self) -> float | None:
-        """Peak of this device for dense bf16 matrix products in FLOP/s, to express throughput as MFU; None if unknown."""
+        """Peak FLOP/s of this device in dense bf16 matrix products, the base of MFU; None if unknown."""
 
-    @staticmethod
-    def new_gloo_options(timeout: timedelta, threads: int = 1) -> Any:
-        """`pg_options` for `torch.distributed.new_group(backend="gloo")` with that many worker threads.
+    @abstractmethod
+    def sync_backend(self) -> str:
+        """Backend for the `new_group` of the sync group: operations finish in the order of issue."""
 
-        With one thread the operations of a group finish in the order in which they were issued; with gloo's default
-        of two, a later one can take bandwidth from the one that is needed first. `new_group` ignores its own
-        `timeout` argument when it gets options, so the time-out is given here.
-        """
-        options = dist.ProcessGroupGloo._Options()
-        options._threads = threads
-        options._timeout = timeout
-        return options
+
+def ordered_gloo_backend() -> str:
+    """Registers the backend "gloo_ordered", gloo with one worker thread per group, and returns its name.
+
+    With gloo's default of two threads a later operation takes bandwidth from the one that is needed first.
+    `new_group(backend="gloo", pg_options=...)` ignores the options (torch 2.13), a registered backend does not;
+    `new_group`'s `timeout` works as usual.
+    """
+    if _ORDERED_GLOO not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            _ORDERED_GLOO, _new_ordered_gloo, extended_api=True, devices=["cpu", "cuda"]
+        )
+    return _ORDERED_GLOO
+
+
+def _new_ordered_gloo(group: Any, _: Any) -> dist.ProcessGroupGloo:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._timeout = group.timeout
+    options._threads = 1
+    backend = dist.ProcessGroupGloo(group.store, group.group_rank, group.group_size, options)
+    backend._set_sequence_number_for_group()
+    return backend
 
 
 def quiet_megatron_warnings() -> None:
-    """Drops megatron-core's import warnings about missing Apex and Transformer Engine: plain PyTorch is supported."""
-    for message in (r"(Transformer Engine and )?Apex (is|are) not installed", r"Transformer Engine is not installed"):
-        warnings.filterwarnings("ignore", message=message, category=UserWarning, module=r"megatron\.core\.")
+    """Drops warnings about megatron-core's own choices, which a user can do nothing about.
+
+    On import it misses Apex and Transformer Engine (neither is needed); in training it calls two collectives
+    by names that torch 2.13 has deprecated.
+    """
+    for category, message in (
+        (UserWarning, r"(Transformer Engine and )?Apex (is|are) not installed"),
+        (FutureWarning, r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"),
+    ):
+        warnings.filterwarnings("ignore", message, category)

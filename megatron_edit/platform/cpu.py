@@ -1,16 +1,17 @@
 """CPU: gloo between ranks, and answers to what megatron-core asks of `torch.cuda`.
 
-megatron-core has no CPU mode: it names "cuda" as the device of its tensors, and uses streams, events, memory statistics
-and the generator of the current GPU. `CpuPlatform.initialize` makes those calls work on the CPU. This is the only place
-of the project where attributes of torch are replaced, and nothing is replaced on import.
+megatron-core has no CPU mode: it names "cuda" as the device of its tensors, and uses streams, events, memory
+statistics and the generator of the current GPU. `CpuPlatform.initialize` makes those calls work on the CPU.
+It is the only place of the project where attributes of torch are replaced, and importing this file replaces
+nothing.
 
-Tensors: torch sends a factory call with device="cuda" to the kernels that are registered for the dispatch key CUDA.
-Every factory ends in `aten::empty.memory_format` or `aten::empty_strided`; a kernel for these two that allocates on the
-CPU makes all of them work, also from other threads and inside contexts and modes, while the factory functions, and every
-call without device="cuda", stay as they are. (Wrapping the functions instead changes their identity, by which torch
-recognises them: `torch.device("meta")` as a context then stops working for the wrapped ones, and models that
-transformers builds on the meta device come out with garbage in their buffers.) Only `torch.tensor` asks for the
-current GPU's index before the dispatch and needs a wrapper.
+Tensors: a factory called with device="cuda" ends in torch's dispatcher, in `aten::empty.memory_format` or
+`aten::empty_strided` for the dispatch key CUDA. Kernels for these two that allocate on the CPU make the
+factories work, in every thread, context and mode, while the factories themselves, and every call without a
+CUDA device, stay as they are. Wrapping the factories would not do: torch knows its constructors by identity,
+so that the context `torch.device("meta")` no longer reaches the wrapped ones, and models that transformers
+builds on the meta device keep uninitialised buffers (rotary frequencies among them). Only `torch.tensor`
+needs a wrapper: it asks for the index of the current GPU before it dispatches.
 """
 
 import contextlib
@@ -23,14 +24,14 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch.utils._device import _device_constructors
 
-from megatron_edit.platform.base import Platform
+from megatron_edit.platform.base import Platform, ordered_gloo_backend
 
 _CPU = torch.device("cpu")
-_TENSOR_TYPES = "Float Double Half BFloat16 Byte Char Short Int Long Bool".split()
+_TENSOR_TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
 
 
 def _resident_bytes(*_: Any, **__: Any) -> int:
@@ -137,13 +138,16 @@ class CpuPlatform(Platform):
     def peak_flops(self) -> float | None:
         return None
 
+    def sync_backend(self) -> str:
+        return ordered_gloo_backend()
+
 
 _STREAM = Stream()
 
 
 @functools.cache  # once per process; a forked process inherits the result and the knowledge of it
 def _answer_for_cuda() -> torch.library.Library:
-    """Replaces what megatron-core asks of CUDA, and returns the registration of the two allocation kernels."""
+    """Replaces what megatron-core asks of CUDA; returns the registration of the allocation kernels."""
     allocation = _allocate_on_cpu()
     _replace_tensor_functions()
     _replace_device_functions()
@@ -154,47 +158,48 @@ def _answer_for_cuda() -> torch.library.Library:
 
 
 def _allocate_on_cpu() -> torch.library.Library:
-    def empty(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
-              memory_format: Any = None) -> torch.Tensor:  # fmt: skip
+    def empty(
+        size: Any, *, dtype: Any = None, layout: Any = None, memory_format: Any = None, **_: Any
+    ) -> Any:
         return torch.ops.aten.empty.memory_format(
             size, dtype=dtype, layout=layout, device=_CPU, memory_format=memory_format
         )
 
-    def empty_strided(size: Any, stride: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
-                      pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
+    def empty_strided(size: Any, stride: Any, *, dtype: Any = None, layout: Any = None, **_: Any) -> Any:
         return torch.ops.aten.empty_strided.default(size, stride, dtype=dtype, layout=layout, device=_CPU)
 
     library = torch.library.Library("aten", "IMPL", "CUDA")
-    library.impl("empty.memory_format", empty, allow_override=True)
+    library.impl("empty.memory_format", empty, allow_override=True)  # a CUDA build has its own
     library.impl("empty_strided", empty_strided, allow_override=True)
     return library
 
 
 def _replace_tensor_functions() -> None:
-    # torch recognises its constructors by identity, from a set that it fills on first use: fill it with the originals.
-    _device_constructors()
     tensor, tensor_type = torch.tensor, torch.Tensor.type
 
     @functools.wraps(tensor)
     def tensor_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":
+        if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = _CPU
         return tensor(*args, **kwargs)
 
-    def type_named_cuda(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        if dtype is None:
-            return tensor_type(self).replace("torch.", "torch.cuda.", 1)  # megatron-core compares the names
+    def type_named_cuda(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:  # megatron-core compares the name
+            name = tensor_type(self)
+            return name.replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else name
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
-        return tensor_type(self, dtype, non_blocking, **kwargs)
+        return tensor_type(self, dtype, *args, **kwargs)
 
+    # torch looks its own functions up by identity in two tables: the constructors that a default device
+    # reaches (filled on first use: fill it before the replacement), and what TorchScript can call.
+    _device_constructors()
+    torch.jit._builtins._register_builtin(tensor_on_cpu, "aten::tensor")
     torch.tensor = tensor_on_cpu
-    torch.jit._builtins._register_builtin(tensor_on_cpu, "aten::tensor")  # scripted functions find it by identity too
     torch.Tensor.type = type_named_cuda  # type: ignore[method-assign,assignment]
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment,misc]
-    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment,misc]
-    for name in _TENSOR_TYPES:  # the CPU types construct, cast and answer isinstance as is
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    for name in _TENSOR_TYPES:  # the CPU types construct, cast and answer isinstance as they are
         setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
 
 
@@ -205,6 +210,7 @@ def _replace_device_functions() -> None:
     _replace(
         torch.cuda,
         is_available=lambda: False,
+        device=lambda device=None: contextlib.nullcontext(),
         device_count=lambda: 1,
         current_device=lambda: _CPU,
         set_device=lambda device: None,
@@ -221,7 +227,7 @@ def _replace_device_functions() -> None:
 
 def _replace_rng_functions() -> None:
     """One generator: what is drawn "on the GPU" is drawn by the CPU's default generator."""
-    import megatron.core.tensor_parallel.random as megatron_random  # late: importing this file must stay cheap
+    import megatron.core.tensor_parallel.random as megatron_random  # late: it takes seconds
 
     generator = torch.default_generator
 
@@ -291,5 +297,5 @@ def _replace_memory_statistics() -> None:
 
 def _replace(module: Any, **replacements: Callable[..., Any]) -> None:
     for name, replacement in replacements.items():
-        assert hasattr(module, name), f"{module.__name__} has no {name}: this version of torch is not the tested one"
+        assert hasattr(module, name), f"{module.__name__}.{name} is gone: not the tested version of torch"
         setattr(module, name, replacement)

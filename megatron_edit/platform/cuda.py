@@ -1,36 +1,45 @@
 """CUDA: one GPU per rank, NCCL between ranks, an own stream for the sync between replicas."""
 
+import re
 from contextlib import AbstractContextManager
 
 import torch
 
 from megatron_edit.platform.base import Platform, PlatformError
 
-# Dense bf16 peak with fp32 accumulation, FLOP/s, from NVIDIA's data sheets (half of the figures "with sparsity").
-# The first entry whose name occurs in the device's name counts, so special models come before general ones.
-_PEAK_BF16_FLOPS = (
-    ("GB300", 2.5e15),
-    ("GB200", 2.5e15),
-    ("B300", 2.25e15),
-    ("B200", 2.25e15),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H200", 989e12),
-    ("GH200", 989e12),
-    ("H100", 989e12),
-    ("H800", 989e12),
-    ("H20", 148e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("A40", 149.7e12),
-    ("A30", 165e12),
-    ("A10", 125e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
-    ("RTX 4090", 165e12),
-    ("RTX 3090", 71e12),
-)
+# Peak FLOP/s of dense bf16 matrix products with fp32 accumulation, from NVIDIA's data sheets (half of what
+# they give "with sparsity"). The first name that is a word of the device's name counts.
+_PEAK_BF16_FLOPS = {
+    "GB300": 2.5e15,
+    "GB200": 2.5e15,
+    "B300": 2.25e15,
+    "B200": 2.25e15,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "A30": 165e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+
+def peak_bf16_flops(device_name: str) -> float | None:
+    """Peak FLOP/s in dense bf16 of the GPU that `torch.cuda.get_device_name` calls so; None if unknown."""
+    for name, peak in _PEAK_BF16_FLOPS.items():
+        if re.search(rf"\b{name}\b", device_name):
+            return peak
+    return None
 
 
 class CudaPlatform(Platform):
@@ -45,17 +54,16 @@ class CudaPlatform(Platform):
 
     def __init__(self, local_rank: int) -> None:
         if not torch.cuda.is_available():
-            built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
             raise PlatformError(
-                f"--device cuda: PyTorch {torch.__version__} ({built}) finds no GPU that it can use. Use --device cpu, "
-                "or install a CUDA build of PyTorch and see that nvidia-smi lists a GPU and that CUDA_VISIBLE_DEVICES "
-                "does not hide it"
+                f"--device cuda: PyTorch {torch.__version__} (CUDA {torch.version.cuda or 'not built in'}) "
+                "finds no GPU that it can use. Give --device cpu; or install a CUDA build of PyTorch, and check "
+                "that nvidia-smi lists a GPU and that CUDA_VISIBLE_DEVICES does not hide it"
             )
         count = torch.cuda.device_count()
         if local_rank >= count:
             raise PlatformError(
-                f"--device cuda: local rank {local_rank} has no GPU, this node shows {count}: start at most {count} "
-                f"processes per node (torchrun --nproc-per-node {count})"
+                f"--device cuda: local rank {local_rank} has no GPU of its own, this node shows {count}: "
+                f"start at most {count} processes per node (torchrun --nproc-per-node {count})"
             )
         self.device = torch.device("cuda", local_rank)
         self._sync_stream: torch.cuda.Stream | None = None
@@ -92,5 +100,7 @@ class CudaPlatform(Platform):
         return torch.cuda.max_memory_allocated(self.device)
 
     def peak_flops(self) -> float | None:
-        device_name = torch.cuda.get_device_name(self.device)
-        return next((peak for name, peak in _PEAK_BF16_FLOPS if name in device_name), None)
+        return peak_bf16_flops(torch.cuda.get_device_name(self.device))
+
+    def sync_backend(self) -> str:
+        return self.backend

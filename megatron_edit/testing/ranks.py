@@ -1,7 +1,7 @@
 """`run_ranks`: a function on several gloo ranks, forked from this process, in about a second.
 
-The parent has torch and megatron-core imported and the CPU platform initialised, so a rank costs a fork and a rendezvous.
-The parent never makes a process group and starts no thread: the ranks inherit nothing that a fork breaks.
+The parent has torch and megatron-core imported and the CPU platform initialised, so a rank costs a fork and a
+rendezvous. The parent never makes a process group or a store, whose threads a fork would lose.
 """
 
 import faulthandler
@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import IO, Any, NoReturn
@@ -29,8 +29,8 @@ _GRACE_S = 3.0  # what the other ranks get, after one has failed, to report thei
 _STACK_SIGNAL = signal.SIGXCPU  # asks a silent rank for its stacks; chosen as no test sends it
 
 
-class RankFailure(RuntimeError):
-    """At least one rank failed; the message holds each rank's traceback, that of the first failing rank first.
+class RankFailure(RuntimeError):  # noqa: N818  it reports failures, it is not one of the ranks' errors
+    """At least one rank failed; the message holds each rank's traceback, the first failing rank's first.
 
     Attributes:
         rank: the rank that failed first (of a hang: the lowest silent one).
@@ -54,7 +54,10 @@ class _Rank:
     stacks: IO[bytes]  # where the rank writes its stacks when asked to
     succeeded: bool | None = None  # None: no report yet
     value: Any = None  # result, or the text of the failure
-    exit_status: int | None = field(default=None)
+    failed_at: float = (
+        0.0  # time.monotonic of the failure; 0 when the rank died: peers' errors come from that
+    )
+    exit_status: int | None = None
 
     def poll_exit(self) -> bool:
         """True when the process is gone; it is reaped."""
@@ -67,7 +70,7 @@ class _Rank:
     def receive(self) -> None:
         """Takes the report, or notes that the rank ended without one."""
         try:
-            self.succeeded, self.value = pickle.loads(self.results.recv_bytes())
+            self.succeeded, self.value, self.failed_at = pickle.loads(self.results.recv_bytes())
         except (EOFError, ConnectionError):
             deadline = time.monotonic() + 1
             while not self.poll_exit() and time.monotonic() < deadline:
@@ -80,8 +83,9 @@ class _Rank:
 
     def kill(self) -> None:
         """Ends the rank and whatever it started (its process group), and reaps it."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
         while not self.poll_exit():
             time.sleep(0.005)
 
@@ -97,11 +101,11 @@ def run_ranks(
     timeout_s: float = 120,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
-    """Runs `fn(rank, world_size, *args)` on `world_size` ranks of a gloo group and returns the result of each rank.
+    """Runs `fn(rank, world_size, *args)` on `world_size` ranks of a gloo group; returns each rank's result.
 
-    Each rank has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set, one thread, the CPU platform initialised
-    and the default process group made. `fn` may be a closure; what it returns must be picklable. A rank ends without
-    the parent's exit handlers, and only when all ranks have reported.
+    Each rank has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set, one thread, the CPU platform
+    initialised and the default process group made. `fn` may be a closure; what it returns must be picklable.
+    A rank ends without the parent's exit handlers, and only when all ranks have reported.
 
     Args:
         timeout_s: seconds for the whole run; also the time-out of the default group's collectives.
@@ -110,8 +114,10 @@ def run_ranks(
     Raises:
         RankFailure: a rank raised, died, or did not report in time.
     """
+    assert not dist.is_initialized(), "a process with a process group cannot be forked"
     get_platform("cpu").initialize()
-    listener = socket.create_server(("127.0.0.1", 0), backlog=world_size + 8)  # the store of rank 0 takes it over
+    # The store of rank 0 takes the listening socket over: the port is never free, nobody waits for rank 0.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=world_size + 8)
     released, release = os.pipe()  # ranks that have reported wait for its end, so that no peer is cut off
     sys.stdout.flush()
     sys.stderr.flush()
@@ -119,11 +125,13 @@ def run_ranks(
     try:
         for rank in range(world_size):
             receiver, sender = Pipe(duplex=False)
-            stacks = tempfile.TemporaryFile()
+            stacks = tempfile.TemporaryFile()  # noqa: SIM115  closed by _end
             pid = os.fork()
             if pid == 0:
                 os.close(release)
                 _child(fn, rank, world_size, args, timeout_s, env or {}, listener, sender, released, stacks)
+            with suppress(ProcessLookupError, PermissionError):
+                os.setpgid(pid, pid)  # the rank does it too: whichever comes first
             sender.close()
             ranks.append(_Rank(rank, pid, receiver, stacks))
         return _collect(ranks, timeout_s)
@@ -135,16 +143,15 @@ def run_ranks(
 
 
 def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
-    deadline, order, waiting = time.monotonic() + timeout_s, [], list(ranks)
+    deadline, waiting = time.monotonic() + timeout_s, list(ranks)
     while waiting and (remaining := deadline - time.monotonic()) > 0:
         ready = wait([rank.results for rank in waiting], remaining)
         for rank in [rank for rank in waiting if rank.results in ready]:
             rank.receive()
-            order.append(rank)
             waiting.remove(rank)
             if not rank.succeeded:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
-    failed = [rank for rank in order if not rank.succeeded]
+    failed = sorted((rank for rank in ranks if rank.succeeded is False), key=lambda rank: rank.failed_at)
     if not failed and not waiting:
         return [rank.value for rank in ranks]
     reports = {rank.rank: rank.value for rank in failed}
@@ -195,18 +202,21 @@ def _child(
         faulthandler.register(_STACK_SIGNAL, file=stacks, all_threads=True)
         try:
             _init_rank(rank, world_size, timeout_s, env, listener)
-            report = pickle.dumps((True, fn(rank, world_size, *args)))
+            report = pickle.dumps((True, fn(rank, world_size, *args), 0.0))
         except BaseException:
-            report = pickle.dumps((False, traceback.format_exc()))
-        sys.stdout.flush()
-        sys.stderr.flush()
+            report = pickle.dumps((False, traceback.format_exc(), time.monotonic()))
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
         sender.send_bytes(report)
         os.read(released, 1)
     finally:
         os._exit(0)
 
 
-def _init_rank(rank: int, world_size: int, timeout_s: float, env: dict[str, str], listener: socket.socket) -> None:
+def _init_rank(
+    rank: int, world_size: int, timeout_s: float, env: dict[str, str], listener: socket.socket
+) -> None:
     host, port = listener.getsockname()
     os.environ.update(
         RANK=str(rank),
