@@ -3,8 +3,8 @@
 Shapes: R replicas, M modules.
 
 The test itself is EDiT's (arXiv 2412.07210: EMA z-test with threshold delta and smoothing alpha). The details
-are ours: the bias of the start is removed from mean and variance, and the threshold is corrected for how little
-has been seen, so that healthy replicas are flagged at the Gaussian tail rate from the first test on.
+are ours: the bias of the start is removed from mean and variance, and the threshold is corrected for how
+little has been seen, so that healthy replicas are flagged at the Gaussian tail rate from the first test on.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class AnomalyDetector:
     threshold  delta, in standard deviations (3 in the paper). 0 = off: only non-finite and step-less replicas
                are left out; the statistics are kept up, so that a later run can turn the test on
     alpha      smoothing of mean and variance, 0 < alpha < 1 (0.02 in the paper)
-    warmup     observations of a replica and module that must have been accepted before the first test (20, ours)
+    warmup     observations that a replica and module must have had accepted before the first test (20, ours)
     Raises ValueError for settings out of range.
     """
 
@@ -83,10 +83,10 @@ class AnomalyDetector:
         per_detector = (num_replicas, num_modules)
         self._mean = torch.zeros(per_detector, dtype=torch.float64, device=device)
         self._variance = torch.zeros_like(self._mean)  # weighted, too small by the factor 1 - W2
-        self._weight_squares = torch.zeros_like(self._mean)  # W2: sum of the squares of all weights in the mean
+        self._weight_squares = torch.zeros_like(self._mean)  # W2: sum of the squared weights in the mean
         self._accepted = torch.zeros(per_detector, dtype=torch.int64, device=device)  # n
         self._streak = torch.zeros_like(self._accepted)  # flags in a row
-        self._majority_streak = self._streak.new_zeros(num_modules)  # syncs in a row with most replicas flagged
+        self._majority_streak = self._streak.new_zeros(num_modules)  # syncs in a row, most replicas flagged
 
     def observe(self, norms: Tensor, stepped: Tensor) -> DetectorVerdict:
         """Judges the norms of one sync, then lets the healthy ones enter the statistics.
@@ -95,7 +95,7 @@ class AnomalyDetector:
         stepped  bool [R], whether the replica made a step since its last sync
         """
         assert norms.shape == self._mean.shape and norms.dtype == torch.float64, (norms.shape, norms.dtype)
-        assert stepped.shape == norms.shape[:1] and stepped.dtype == torch.bool, (stepped.shape, stepped.dtype)
+        assert stepped.shape == norms.shape[:1] and stepped.dtype == torch.bool, (norms.shape, stepped)
         non_finite = ~norms.isfinite()  # [R, M]
         observed = stepped[:, None] & ~non_finite  # [R, M]
         flagged = self._exceeds(norms) & observed
@@ -119,7 +119,7 @@ class AnomalyDetector:
         w2 = torch.where(tested, self._weight_squares, 0.5)  # where nothing is tested it may be 0 or 1
         sigma = (self._variance / (1 - w2)).sqrt()
         scale = torch.maximum(sigma * (1 + w2).sqrt(), RELATIVE_FLOOR * self._mean)
-        # The quantile of Student's t at the normal distribution's tail beyond delta, to second order in 1/dof.
+        # Student's t quantile with the tail that the normal distribution has beyond delta, to order 1/dof^2.
         dof = 1 / w2 - 1
         first_order = (delta**3 + delta) / (4 * dof)
         second_order = (5 * delta**5 + 16 * delta**3 + 3 * delta) / (96 * dof**2)
@@ -154,7 +154,7 @@ class AnomalyDetector:
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes a state of the same R and M. Raises ValueError, having changed nothing, for other keys or shapes."""
+        """Takes a state of the same R and M. Raises ValueError for other keys or shapes, changing nothing."""
         own = self.state_dict()
         if state.keys() != own.keys():
             raise ValueError(f"detector state has keys {sorted(state)}, expected {sorted(own)}")

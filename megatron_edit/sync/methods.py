@@ -17,8 +17,8 @@ class Method:
 
     name             value of --edit-method
     trigger          when parameters are synchronised; never: replicas do not differ, the warm-up has no end
-    placement        where: with the gradient reduction of every step, or layer by layer in the forward pass of
-                     the step after (`--edit-sync-placement step` moves the latter behind the step)
+    placement        where: with the gradient reduction of every step, or layer by layer in the forward pass
+                     of the step after (`--edit-sync-placement step` moves the latter behind the step)
     averaging        of what and how: plain mean of gradients, or EDiT's penalty on parameter differences
     has_anchor       whether the parameters of the last sync are kept
     outer_optimizer  how the average moves the anchor
@@ -62,8 +62,8 @@ _ROWS = (
         outer_optimizer="nesterov",
         outer_lr=0.7,
         outer_momentum=0.8,
-        source="EDiT, arXiv 2412.07210; outer learning rate and momentum as in the authors' example (ours: the "
-        "paper's values are not public)",
+        source="EDiT, arXiv 2412.07210; outer learning rate and momentum as in the authors' example (ours: "
+        "the paper's values are not public)",
     ),
 )
 METHODS: dict[str, Method] = {row.name: row for row in _ROWS}

@@ -5,25 +5,20 @@ Anomaly elimination, the penalty's third part, is in detector.py. Shapes: R repl
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-Weighting = Literal["softmax", "mean"]
 
-
-def replica_weights(
-    norms: Tensor, left_out: Tensor, weighting: Weighting, temperature: float = 1.0
-) -> Tensor:
+def replica_weights(norms: Tensor, left_out: Tensor, weighting: str, temperature: float = 1.0) -> Tensor:
     """Weight of each replica in each module's average, float64 [R, M].
 
-    softmax: w_i = exp(-G_i/T) / sum_j exp(-G_j/T) over the replicas that remain (arXiv 2412.07210, with T = 1;
-    the temperature is ours). mean: equal weights. A replica that is left out weighs 0; a module from which every
+    softmax: w_i = exp(-G_i/T) / sum_j exp(-G_j/T) over the replicas that remain (arXiv 2412.07210, T = 1).
+    mean: equal weights, as in its ablation. A replica that is left out weighs 0; a module from which every
     replica is left out has only zeros, which means a rollback.
 
     norms        float64 [R, M], finite wherever the replica is not left out
     left_out     bool [R, M], `DetectorVerdict.left_out`
+    weighting    softmax or mean
     temperature  T > 0, in units of the norms; not used by mean
     Raises ValueError for another weighting or T <= 0.
     """

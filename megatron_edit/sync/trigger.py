@@ -1,8 +1,8 @@
 """When a replica synchronises. A trigger counts a replica's optimizer steps; it knows no group and no model.
 
-The trainer asks `in_warmup` before a step (are gradients averaged over the replicas?) and calls `advance()` once
-after it. A step whose update was skipped for a non-finite gradient counts too: its replica must meet the others
-at the same iteration. Micro-batches and parameter groups do not count.
+The trainer asks `in_warmup` before a step (are gradients averaged over the replicas?) and calls `advance()`
+once after it. A step whose update was skipped for a non-finite gradient counts too: its replica must meet the
+others at the same iteration. Micro-batches and parameter groups do not count.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class StepDecision:
 class Trigger(Protocol):
     """What the engine and the trainer use of a trigger, be it by steps or by wall clock.
 
-    One that is not `in_warmup` before its first step (no warm-up, or a warm-up that ended with the loaded state)
-    never reports `set_anchor`: whoever builds it then takes the parameters as anchor, unless one was loaded.
+    One that is not `in_warmup` before its first step (no warm-up, or one that ended with the loaded state)
+    never reports `set_anchor`: who builds it then takes the parameters as anchor, unless one was loaded.
     """
 
     @property
@@ -91,7 +91,7 @@ class StepTrigger:
     def load_state_dict(self, state: dict[str, int | None]) -> None:
         """Goes on from a saved state. The interval may have changed; it is counted from the same origin.
 
-        A run saved in its warm-up (or by `baseline`), with this trigger's warm-up already over, leaves it there.
+        A run saved in its warm-up (or by `baseline`) leaves it there if this trigger's is already over.
         Raises ValueError when the saved warm-up was over and this one is not: the replicas already differ.
         """
         steps, syncs, warmup_end = state["steps"], state["syncs"], state["warmup_end"]
