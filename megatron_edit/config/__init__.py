@@ -1,0 +1,24 @@
+"""Settings: one schema, read from flags and YAML, completed, checked. Imports no torch."""
+
+from megatron_edit.config.arithmetic import count_parameters, describe, planned_syncs
+from megatron_edit.config.checks import check
+from megatron_edit.config.configure import configure
+from megatron_edit.config.derive import BatchPlan, batch_plan, resolve
+from megatron_edit.config.flags import load_config
+from megatron_edit.config.notes import notes
+from megatron_edit.config.schema import Config, ConfigError
+
+__all__ = [
+    "BatchPlan",
+    "Config",
+    "ConfigError",
+    "batch_plan",
+    "check",
+    "configure",
+    "count_parameters",
+    "describe",
+    "load_config",
+    "notes",
+    "planned_syncs",
+    "resolve",
+]

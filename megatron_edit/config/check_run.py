@@ -1,0 +1,240 @@
+"""Checks of the run: length, learning rate schedule, precision, recompute, data, evaluation, folders. Each message
+names flags, numbers and a way out. `config` is resolved; each check yields nothing when all is well."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_edit.config.derive import schedule_lengths
+from megatron_edit.config.schema import Config
+from megatron_edit.config.settings import flag_of, is_given, value_of
+from megatron_edit.config.values import parse_blend, parse_split
+
+NEED_MODEL_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer")
+CORPUS_SETTINGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+
+
+def check_length(config: Config) -> Iterator[str]:
+    """Exactly one of iterations and samples."""
+    training = config.training
+    iters_given, samples_given = is_given(config, "train_iters"), is_given(config, "train_samples")
+    if iters_given and samples_given:
+        yield (
+            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} are both given: "
+            "give one"
+        )
+    elif not iters_given and not samples_given:
+        yield "neither --train-iters nor --train-samples is given: give one, for example --train-iters 1000"
+    elif samples_given and training.train_samples and training.global_batch_size is not None:
+        if training.train_samples < training.global_batch_size:
+            yield (
+                f"--train-samples {training.train_samples} is less than one global batch of "
+                f"{training.global_batch_size}: {training.global_batch_size} or more would work"
+            )
+
+
+def check_schedule(config: Config) -> Iterator[str]:
+    """One form of each length, warm-up inside the decay, rates in order."""
+    optimizer = config.optimizer
+    for forms in (
+        ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
+        ("lr_decay_iters", "lr_decay_samples"),
+        ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    ):
+        given = [name for name in forms if value_of(config, name) is not None and _not_derived(config, name)]
+        if len(given) > 1:
+            yield " and ".join(f"{flag_of(n)} {value_of(config, n)}" for n in given) + " contradict: give one"
+    if optimizer.min_lr > optimizer.lr:
+        yield f"--min-lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}, the peak"
+    if optimizer.lr_warmup_init > optimizer.lr:
+        yield f"--lr-warmup-init {optimizer.lr_warmup_init:g} is above --lr {optimizer.lr:g}, the end of the warm-up"
+    yield from _check_schedule_lengths(config)
+
+
+def _check_schedule_lengths(config: Config) -> Iterator[str]:
+    optimizer, training = config.optimizer, config.training
+    wsd = optimizer.lr_decay_style == "WSD"
+    if wsd and optimizer.lr_wsd_decay_iters is None and optimizer.lr_wsd_decay_samples is None:
+        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the final decay's length"
+    if training.train_iters is None or training.global_batch_size is None or training.train_iters == 0:
+        return
+    lengths = schedule_lengths(optimizer, training.train_iters, training.global_batch_size)
+    unit, per = ("iterations", training.global_batch_size) if _in_iterations(config) else ("samples", 1)
+    warmup, decay, wsd_decay = (f"{n / per:g} {unit}" for n in (lengths.warmup, lengths.decay, lengths.wsd_decay))
+    whose = "the run, as --lr-decay-iters is not given" if not _decay_is_given(config) else "--lr-decay-iters/-samples"
+    if lengths.warmup >= lengths.decay:
+        yield (
+            f"the warm-up of {warmup} (--lr-warmup-iters/-samples/-fraction) is not shorter than the decay of {decay} "
+            f"({whose}), which includes it: shorten the one or lengthen the other"
+        )
+    elif wsd and lengths.warmup + lengths.wsd_decay > lengths.decay:
+        room = (lengths.decay - lengths.warmup) / per
+        yield (
+            f"the warm-up of {warmup} and the final decay of {wsd_decay} (--lr-wsd-decay-iters/-samples) are together "
+            f"longer than the whole schedule of {decay} ({whose}): a final decay of {room:g} {unit} would fit"
+        )
+
+
+def check_device(config: Config, device: str) -> Iterator[str]:
+    """Precision, kernels and parallelism that the device can do."""
+    training, on_cpu = config.training, config.training.device == "cpu"
+    if training.device == "cuda" and device != "cuda":
+        yield "--device cuda: no CUDA device was found; --device cpu would work"
+    if training.bf16 and training.fp16:
+        yield "--bf16 and --fp16 are both given: give one"
+    if training.fp16 and on_cpu:
+        yield "--fp16 needs a GPU: on the CPU leave it off (fp32), or give --bf16"
+    cp = config.parallel.context_parallel_size
+    transformer_engine = config.model.transformer_impl == "transformer_engine"
+    if cp > 1 and on_cpu:
+        yield f"--context-parallel-size {cp} needs a GPU with Transformer Engine: on the CPU only 1 works"
+    elif cp > 1 and not transformer_engine:
+        yield f"--context-parallel-size {cp} needs --transformer-impl transformer_engine"
+    if transformer_engine and on_cpu:
+        yield "--transformer-impl transformer_engine needs a GPU: on the CPU --transformer-impl local works"
+
+
+def check_recompute(config: Config) -> Iterator[str]:
+    """The three recompute settings go together."""
+    parallel = config.parallel
+    granularity, method, layers = (
+        parallel.recompute_granularity,
+        parallel.recompute_method,
+        parallel.recompute_num_layers,
+    )
+    if granularity == "full":
+        if method is None or layers is None:
+            yield (
+                "--recompute-granularity full needs --recompute-method and --recompute-num-layers, "
+                "for example uniform and 1"
+            )
+            return
+    elif method is not None or layers is not None:
+        given = [name for name in ("recompute_method", "recompute_num_layers") if value_of(config, name) is not None]
+        shown = " and ".join(f"{flag_of(name)} {value_of(config, name)}" for name in given)
+        yield f"{shown} needs --recompute-granularity full, not {granularity or 'none'}"
+        return
+    pp = parallel.pipeline_model_parallel_size
+    if layers is None or config.model.num_layers % pp:
+        return
+    chunk = parallel.num_layers_per_virtual_pipeline_stage or config.model.num_layers // pp
+    if layers > chunk or (method == "uniform" and chunk % layers):
+        works = [d for d in range(1, chunk + 1) if method == "block" or chunk % d == 0]
+        yield (
+            f"--recompute-num-layers {layers} does not fit the {chunk} layers of a stage's chunk with "
+            f"--recompute-method {method}: these would work: {', '.join(map(str, works))}"
+        )
+
+
+def check_data(config: Config) -> Iterator[str]:
+    """Corpora, shares, tokenizer."""
+    data = config.data
+    given = [name for name in CORPUS_SETTINGS if value_of(config, name)]
+    if data.mock_data and given:
+        yield f"--mock-data and {flag_of(given[0])} are both given: give one"
+    if data.data_path and len(given) > 1:
+        others = " and ".join(flag_of(name) for name in given if name != "data_path")
+        yield f"--data-path (split by --split) and {others} (one corpus for each split) are both given: give one kind"
+    if not data.mock_data and not data.data_path and not data.train_data_path:
+        yield "no training data: give --data-path, or --train-data-path, or --mock-data"
+    for name in given:
+        try:
+            parse_blend(value_of(config, name))
+        except ValueError as error:
+            yield f"{flag_of(name)} {' '.join(value_of(config, name))} {error}"
+    try:
+        train_share = parse_split(data.split)[0]
+        if train_share == 0 and not data.train_data_path:
+            yield f"--split {data.split} leaves nothing for training: its first share must be above 0"
+    except ValueError as error:
+        yield f"--split {data.split} {error}"
+    yield from _check_tokenizer(config)
+
+
+def _check_tokenizer(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.tokenizer_type is None:
+        yield "--tokenizer-type is not given; ByteTokenizer needs no file"
+    elif data.tokenizer_type in NEED_MODEL_FILE:
+        if data.tokenizer_model is None:
+            yield f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model PATH"
+        elif not Path(data.tokenizer_model).exists():
+            yield f"--tokenizer-model {data.tokenizer_model} does not exist"
+    elif data.tokenizer_type == "NullTokenizer" and data.vocab_size is None:
+        yield "--tokenizer-type NullTokenizer needs --vocab-size"
+
+
+def has_validation(config: Config) -> bool:
+    """Whether there is a validation split to evaluate on."""
+    data = config.data
+    if data.mock_data or data.valid_data_path:
+        return True
+    if data.train_data_path:
+        return False
+    try:
+        return parse_split(data.split)[1] > 0
+    except ValueError:
+        return True  # check_data reports it
+
+
+def check_evaluation(config: Config) -> Iterator[str]:
+    """Evaluation needs data."""
+    interval = config.evaluation.eval_interval
+    if interval is not None and not has_validation(config):
+        why = (
+            "--train-data-path comes without --valid-data-path"
+            if config.data.train_data_path
+            else f"--split {config.data.split} has no share for it"
+        )
+        yield f"--eval-interval {interval} needs validation data: {why}"
+
+
+def check_folders(config: Config) -> Iterator[str]:
+    """What is read exists; what is written can be made. Nothing is created here."""
+    save, load = config.checkpoint.save, config.checkpoint.load
+    if config.checkpoint.save_interval is not None and save is None:
+        yield f"--save-interval {config.checkpoint.save_interval} needs --save DIR"
+    if load is not None and not Path(load).is_dir():
+        if save is None or Path(load).absolute() != Path(save).absolute():
+            yield (
+                f"--load {load} is not a folder; a first start may load from an empty folder only when --load equals "
+                f"--save{'' if save is None else ' (' + save + ')'}"
+            )
+    for name in ("save", "tensorboard_dir"):
+        folder = value_of(config, name)
+        if folder is not None:
+            yield from _cannot_make(flag_of(name), Path(folder))
+    for name in ("metrics_file", "log_sample_ids"):
+        file = value_of(config, name)
+        if file is None:
+            continue
+        if Path(file).is_dir():
+            yield f"{flag_of(name)} {file} is a folder, but a file is written there"
+        else:
+            yield from _cannot_make(f"{flag_of(name)} {file}: its folder", Path(file).absolute().parent)
+
+
+def _cannot_make(flag: str, folder: Path) -> Iterator[str]:
+    """Says why `folder` can be neither used nor made, judged by its nearest parent that exists."""
+    nearest = folder.absolute()
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        yield f"{flag} {folder} cannot be made: {nearest} is a file"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield f"{flag} {folder} cannot be written: no permission in {nearest}"
+
+
+def _not_derived(config: Config, name: str) -> bool:
+    return config.sources.get(name) != "derived"
+
+
+def _decay_is_given(config: Config) -> bool:
+    return is_given(config, "lr_decay_iters") or is_given(config, "lr_decay_samples")
+
+
+def _in_iterations(config: Config) -> bool:
+    optimizer = config.optimizer
+    return optimizer.lr_warmup_samples is None and optimizer.lr_decay_samples is None

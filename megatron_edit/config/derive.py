@@ -1,0 +1,187 @@
+"""Fills in what follows from other settings and from the number of ranks. Pure: integers in, a new Config out.
+
+A derived value never replaces a given one. Where the given ones do not fit (a size that does not divide), the
+value is left as it is and `check` says why; nothing here raises for a user's mistake.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_edit.config.schema import Config, OptimizerConfig
+from megatron_edit.config.settings import SETTINGS, with_values
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Batch arithmetic: global = replicas x shard x micro x microbatches, all in samples of one iteration.
+
+    `shard_size`: data parallel ranks inside one replica. `num_microbatches`: forward passes of each rank.
+    """
+
+    num_replicas: int
+    shard_size: int
+    micro_batch_size: int
+    num_microbatches: int
+
+    @property
+    def replica_batch_size(self) -> int:
+        """Samples of one iteration of one replica."""
+        return self.shard_size * self.micro_batch_size * self.num_microbatches
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one iteration over all replicas."""
+        return self.num_replicas * self.replica_batch_size
+
+
+@dataclass(frozen=True)
+class ScheduleLengths:
+    """Lengths of the learning rate schedule in samples; `decay` counts from 0, so it includes the warm-up."""
+
+    warmup: float
+    decay: int
+    wsd_decay: int
+
+
+def model_ranks(config: Config) -> int:
+    """Ranks that hold one copy of the model: TP x PP x CP."""
+    parallel = config.parallel
+    return (
+        parallel.tensor_model_parallel_size
+        * parallel.pipeline_model_parallel_size
+        * parallel.context_parallel_size
+    )
+
+
+def default_num_replicas(config: Config, world_size: int, local_world_size: int) -> int | None:
+    """Nodes / nodes that one replica needs (as in the paper); None when nodes cannot be dealt out so."""
+    if world_size % local_world_size:
+        return None
+    nodes = world_size // local_world_size
+    nodes_per_replica = -(-model_ranks(config) // local_world_size)
+    return None if nodes % nodes_per_replica else nodes // nodes_per_replica
+
+
+def batch_plan(config: Config, world_size: int) -> BatchPlan | None:
+    """The plan of a resolved config; None when sizes do not divide, which `check` reports."""
+    replicas, ranks = config.edit.edit_num_replicas, model_ranks(config)
+    if replicas is None or world_size % ranks or (world_size // ranks) % replicas:
+        return None
+    shard_size = world_size // ranks // replicas
+    micro_batch_size = config.training.micro_batch_size
+    given = config.training.global_batch_size
+    if given is None and config.training.replica_batch_size is not None:
+        given = config.training.replica_batch_size * replicas
+    unit = micro_batch_size * shard_size * replicas
+    if given is None or given < unit or given % unit:
+        return None
+    return BatchPlan(replicas, shard_size, micro_batch_size, given // unit)
+
+
+def schedule_lengths(optimizer: OptimizerConfig, train_iters: int, global_batch_size: int) -> ScheduleLengths:
+    """Lengths in samples from whichever form was given; an unset decay is the run's length.
+
+    Both forms agree: n iterations are n x `global_batch_size` samples. The fraction is of the decay length.
+    """
+
+    def samples(iters: int | None, in_samples: int | None) -> int | None:
+        return iters * global_batch_size if iters is not None else in_samples
+
+    decay = samples(optimizer.lr_decay_iters, optimizer.lr_decay_samples)
+    if decay is None:
+        decay = train_iters * global_batch_size
+    warmup: float | None = samples(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples)
+    if warmup is None:
+        warmup = (optimizer.lr_warmup_fraction or 0.0) * decay
+    wsd_decay = samples(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples) or 0
+    return ScheduleLengths(warmup=warmup, decay=decay, wsd_decay=wsd_decay)
+
+
+def resolve(config: Config, world_size: int, local_world_size: int, device: str) -> Config:
+    """`config` with every derived value filled in, noted as "derived" in `sources`.
+
+    `device`: "cpu" or "cuda", what this machine has; it is taken when --device is auto. `local_world_size`: ranks
+    of one node. Resolving twice gives the same; resolving for another number of ranks derives anew.
+    """
+    config = _without_derived(config)
+    derived: dict[str, Any] = {
+        **_derived_model(config),
+        **_derived_method(config),
+        **_derived_replicas(config, world_size, local_world_size),
+    }
+    if config.training.device == "auto":
+        derived["device"] = device
+    if config.data.tokenizer_type is None and config.data.mock_data:
+        derived["tokenizer_type"] = "ByteTokenizer"
+    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
+        derived["sequence_parallel"] = False
+    config = with_values(config, derived, "derived")
+    config = with_values(config, _derived_batch(config, world_size), "derived")
+    config = with_values(config, _derived_length(config), "derived")
+    return with_values(config, _derived_schedule(config), "derived")
+
+
+def _without_derived(config: Config) -> Config:
+    names = [name for name, source in config.sources.items() if source == "derived"]
+    reset = with_values(config, {name: SETTINGS[name].default for name in names})
+    return replace(reset, sources={**config.sources, **dict.fromkeys(names, "default")})
+
+
+def _derived_model(config: Config) -> dict[str, Any]:
+    model, values = config.model, {}
+    if model.ffn_hidden_size is None:
+        values["ffn_hidden_size"] = -(-8 * model.hidden_size // (3 * 64)) * 64
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads == 0:
+        values["kv_channels"] = model.hidden_size // model.num_attention_heads
+    if model.num_query_groups is None:
+        values["num_query_groups"] = model.num_attention_heads
+    if model.max_position_embeddings is None:
+        values["max_position_embeddings"] = model.seq_length
+    return values
+
+
+def _derived_method(config: Config) -> dict[str, Any]:
+    if config.edit.edit_sync_interval == 0 and config.edit.edit_method != "baseline":
+        return {"edit_method": "baseline"}
+    return {}
+
+
+def _derived_replicas(config: Config, world_size: int, local_world_size: int) -> dict[str, Any]:
+    if config.edit.edit_num_replicas is not None:
+        return {}
+    return {"edit_num_replicas": default_num_replicas(config, world_size, local_world_size)}
+
+
+def _derived_batch(config: Config, world_size: int) -> dict[str, Any]:
+    plan = batch_plan(config, world_size)
+    if plan is None:
+        return {}
+    values = {}
+    if config.training.global_batch_size is None:
+        values["global_batch_size"] = plan.global_batch_size
+    if config.training.replica_batch_size is None:
+        values["replica_batch_size"] = plan.replica_batch_size
+    return values
+
+
+def _derived_length(config: Config) -> dict[str, Any]:
+    training = config.training
+    if training.global_batch_size is None:
+        return {}
+    if training.train_iters is None and training.train_samples is not None:
+        return {"train_iters": training.train_samples // training.global_batch_size}
+    if training.train_samples is None and training.train_iters is not None:
+        return {"train_samples": training.train_iters * training.global_batch_size}
+    return {}
+
+
+def _derived_schedule(config: Config) -> dict[str, Any]:
+    optimizer, values = config.optimizer, {}
+    if optimizer.lr_decay_iters is None and optimizer.lr_decay_samples is None:
+        values["lr_decay_iters"] = config.training.train_iters
+    warmups = (optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, optimizer.lr_warmup_fraction)
+    if all(warmup is None for warmup in warmups):
+        values["lr_warmup_iters"] = 0
+    return values

@@ -1,0 +1,187 @@
+"""Command line and YAML file -> Config, with the source of every value. Flags win over the file, the file over the
+preset of --model-size, the preset over the defaults.
+
+Own parser instead of argparse: all problems are reported at once, nothing is abbreviated, and unknown flags get a
+suggestion. A flag that is given twice holds its last value, as scripts that append "$@" expect.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_edit.config.megatron_flags import MEGATRON_FLAGS, MOE_PREFIX, TRANSLATED
+from megatron_edit.config.presets import PRESETS
+from megatron_edit.config.schema import CommandConfig, Config, ConfigError
+from megatron_edit.config.settings import SETTINGS, Setting, value_problem, with_values
+from megatron_edit.config.yaml_file import read_yaml
+
+
+@dataclass
+class ReadResult:
+    """What was understood, what was not, and the settings whose intended value is therefore unknown."""
+
+    config: Config
+    problems: list[str]
+    doubtful: set[str]
+
+
+def load_config(argv: Sequence[str]) -> Config:
+    """Config of the command line `argv` (without the program's name).
+
+    Raises ConfigError with all problems of syntax, type and range. What depends on the ranks and on other settings
+    is checked by `check`. With --help among the flags nothing else is looked at.
+    """
+    result = read_config(argv)
+    if result.problems:
+        raise ConfigError(result.problems)
+    return result.config
+
+
+def read_config(argv: Sequence[str]) -> ReadResult:
+    """As `load_config`, but the problems are returned beside a Config of all that could be understood."""
+    flags = _parse(argv)
+    if flags.values.get("help"):
+        return ReadResult(Config(command=CommandConfig(help=True)), [], set())
+    problems, doubtful = list(flags.problems), set(flags.doubtful)
+
+    yaml_values: dict[str, Any] = {}
+    yaml_path = flags.values.get("config")
+    if yaml_path is not None:
+        yaml_values, yaml_problems, refused = read_yaml(yaml_path)
+        problems += yaml_problems
+        doubtful |= refused - flags.values.keys()
+
+    size = flags.values.get("model_size", yaml_values.get("model_size"))
+    preset = PRESETS.get(size, {}) if size is not None else {}
+
+    config = Config(sources=dict.fromkeys(SETTINGS, "default"), ignored_flags=tuple(flags.ignored))
+    config = with_values(config, preset, f"preset {size}")
+    config = with_values(config, yaml_values, str(yaml_path))
+    config = with_values(config, flags.values, "flag")
+    if "--group-query-attention" in flags.ignored and config.sources["num_query_groups"] == "default":
+        problems.append("--group-query-attention needs --num-query-groups N, the number of key/value heads")
+    return ReadResult(config, problems, doubtful)
+
+
+@dataclass
+class _Flags:
+    values: dict[str, Any] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    doubtful: set[str] = field(default_factory=set)
+
+
+_SWITCH_ON = {s.flag: s for s in SETTINGS.values() if s.kind is bool}
+_SWITCH_OFF = {s.negative_flag: s for s in SETTINGS.values() if s.negative_flag is not None}
+_WITH_VALUE = {s.flag: s for s in SETTINGS.values() if s.kind is not bool}
+ALL_FLAGS: tuple[str, ...] = (
+    *_SWITCH_ON, *(flag for flag in _SWITCH_OFF if flag), *_WITH_VALUE, *TRANSLATED, *MEGATRON_FLAGS
+)  # fmt: skip
+
+
+def _parse(argv: Sequence[str]) -> _Flags:
+    result = _Flags()
+    for flag, values in _split_into_flags(argv, result.problems):
+        flag = "--help" if flag == "-h" else flag
+        if flag in _SWITCH_ON or flag in _SWITCH_OFF:
+            _take_switch(flag, values, result)
+        elif flag in _WITH_VALUE:
+            _take_value(_WITH_VALUE[flag], values, result)
+        elif flag in TRANSLATED:
+            _take_translated(flag, values, result)
+        elif flag in MEGATRON_FLAGS or flag.startswith(MOE_PREFIX):
+            _take_megatron(flag, values, result)
+        else:
+            near = difflib.get_close_matches(flag, ALL_FLAGS, n=1)
+            result.problems.append(
+                f"{flag} is not a flag of this program" + (f"; did you mean {near[0]}?" if near else "")
+            )
+            result.doubtful.update(s.name for s in SETTINGS.values() if near and s.flag == near[0])
+    return result
+
+
+def _split_into_flags(argv: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
+    """Each flag with the arguments that follow it (`--flag=value` has one)."""
+    groups: list[tuple[str, list[str]]] = []
+    for token in argv:
+        if token.startswith("--") or token == "-h":
+            flag, equals, value = token.partition("=")
+            groups.append((flag, [value] if equals else []))
+        elif groups:
+            groups[-1][1].append(token)
+        else:
+            problems.append(f"{token!r} stands before any flag: arguments are --flag VALUE")
+    return groups
+
+
+def _take_switch(flag: str, values: list[str], result: _Flags) -> None:
+    setting = _SWITCH_ON.get(flag) or _SWITCH_OFF[flag]
+    if values:
+        result.problems.append(
+            f"{flag} is a switch and takes no value, but {values[0]!r} follows it; {setting.negative_flag} turns it off"
+        )
+        result.doubtful.add(setting.name)
+        return
+    result.values[setting.name] = flag in _SWITCH_ON
+
+
+def _take_value(setting: Setting, values: list[str], result: _Flags) -> None:
+    if not values:
+        fault = f"needs a value: {setting.flag} {setting.placeholder}"
+    elif setting.kind is list:
+        result.values[setting.name] = list(values)
+        return
+    elif len(values) > 1:
+        fault = f"takes one value, but {' '.join(map(repr, values))} follow it"
+    else:
+        value, fault = _convert(setting, values[0])
+        if not fault:
+            result.values[setting.name] = value
+            return
+    result.problems.append(f"{setting.flag} {fault}")
+    result.doubtful.add(setting.name)
+
+
+def _convert(setting: Setting, text: str) -> tuple[Any, str]:
+    """(value, "") or (None, what is wrong)."""
+    value: Any = text
+    if setting.kind in (int, float):
+        try:
+            value = setting.kind(text)
+        except ValueError:
+            pass  # still text: value_problem says what it should be
+    return value, value_problem(setting, value) or ""
+
+
+def _take_translated(flag: str, values: list[str], result: _Flags) -> None:
+    arguments, translate = TRANSLATED[flag]
+    if len(values) != arguments:
+        result.problems.append(f"{flag} takes {'one value' if arguments else 'no value'}, not {values}")
+        return
+    try:
+        translated = translate(values[0] if values else "")
+    except ValueError:
+        result.problems.append(f"{flag} must be a number, not {values[0]!r}")
+        return
+    for name, value in translated.items():
+        fault = value_problem(SETTINGS[name], value)
+        if fault:
+            result.problems.append(f"{flag} {values[0]}: {SETTINGS[name].flag} {fault}")
+        else:
+            result.values[name] = value
+
+
+def _take_megatron(flag: str, values: list[str], result: _Flags) -> None:
+    entry = MEGATRON_FLAGS.get(flag) or replace(MEGATRON_FLAGS["--num-experts"])
+    shown = " ".join([flag, *values])
+    if not entry.accepts(values):
+        instead = f"; only {flag} {' or '.join(entry.allowed)} is accepted" if entry.allowed else ""
+        result.problems.append(f"{shown} is refused: {entry.reason}{instead}")
+    elif entry.takes_value != bool(values):
+        expected = "needs a value" if entry.takes_value else "is a switch and takes no value"
+        result.problems.append(f"{flag} {expected}")
+    else:
+        result.ignored.append(shown)

@@ -1,0 +1,106 @@
+"""What a user should know about a set of flags that works: one line each, logged at the start on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_edit.config.check_run import NEED_MODEL_FILE
+from megatron_edit.config.derive import schedule_lengths
+from megatron_edit.config.schema import Config
+from megatron_edit.config.settings import SETTINGS, flag_of, is_given
+
+
+def notes(config: Config) -> list[str]:
+    """Notes on a resolved `config` that `check` has passed."""
+    return [*_megatron_notes(config), *_method_notes(config), *_schedule_notes(config), *_other_notes(config)]
+
+
+def _megatron_notes(config: Config) -> Iterator[str]:
+    if config.ignored_flags:
+        yield "Megatron-LM flags that make no difference here: " + " ".join(config.ignored_flags)
+
+
+def _method_notes(config: Config) -> Iterator[str]:
+    edit, train_iters = config.edit, config.training.train_iters
+    if edit.edit_method == "baseline":
+        without_effect = [
+            flag_of(name)
+            for name, setting in SETTINGS.items()
+            if setting.section == "edit" and is_given(config, name)
+            and name not in ("edit_method", "edit_num_replicas")
+            and not (name == "edit_sync_interval" and edit.edit_sync_interval == 0)
+        ]  # fmt: skip
+        if without_effect:
+            yield f"with --edit-method baseline these have no effect: {' '.join(without_effect)}"
+        return
+    if edit.edit_num_replicas == 1:
+        yield (
+            f"*** --edit-method {edit.edit_method} with ONE replica: there is nobody to synchronise with; the sync only "
+            "applies the outer optimizer. Give --edit-num-replicas R, or --edit-method baseline ***"
+        )
+    if train_iters is None:
+        return
+    local_steps = train_iters - edit.edit_warmup_steps
+    if local_steps <= 0 and train_iters > 0:
+        yield (
+            f"--edit-warmup-steps {edit.edit_warmup_steps} covers all {train_iters} iterations: "
+            "the whole run is synchronous"
+        )
+    elif edit.edit_sync_interval > local_steps > 0:
+        yield (
+            f"--edit-sync-interval {edit.edit_sync_interval} is longer than the {local_steps} iterations after the "
+            "synchronous warm-up: no sync would happen before the end"
+        )
+
+
+def _schedule_notes(config: Config) -> Iterator[str]:
+    training, optimizer = config.training, config.optimizer
+    iters, batch = training.train_iters, training.global_batch_size
+    if not iters or batch is None:
+        return
+    if training.train_samples is not None and training.train_samples != iters * batch:
+        yield (
+            f"--train-samples {training.train_samples} is not a multiple of the global batch of {batch}: the run has "
+            f"{iters} iterations, {iters * batch} samples"
+        )
+    lengths = schedule_lengths(optimizer, iters, batch)
+    if config.edit.edit_method != "baseline" and lengths.warmup > config.edit.edit_warmup_steps * batch:
+        yield (
+            f"the learning rate warm-up ends at iteration {lengths.warmup / batch:g}, after the synchronous warm-up "
+            f"(--edit-warmup-steps {config.edit.edit_warmup_steps}): replicas start to differ while the rate still rises"
+        )
+    if optimizer.lr_decay_style == "constant":
+        return
+    if lengths.decay < iters * batch:
+        yield (
+            f"the learning rate decay ends at iteration {lengths.decay / batch:g} of {iters}: "
+            f"the rest of the run has --min-lr {optimizer.min_lr:g}"
+        )
+    elif lengths.decay > iters * batch:
+        yield (
+            f"the learning rate decay is {lengths.decay / batch:g} iterations long, the run {iters}: "
+            f"--min-lr {optimizer.min_lr:g} is not reached"
+        )
+    if optimizer.lr_decay_style != "WSD" and (optimizer.lr_wsd_decay_iters or optimizer.lr_wsd_decay_samples):
+        yield f"--lr-wsd-decay-... has no effect with --lr-decay-style {optimizer.lr_decay_style}"
+
+
+def _other_notes(config: Config) -> Iterator[str]:
+    training, data = config.training, config.data
+    if config.sources.get("sequence_parallel") == "derived":
+        yield "--sequence-parallel is turned off: --tensor-model-parallel-size is 1"
+    if (training.bf16 or training.fp16) and not training.accumulate_allreduce_grads_in_fp32:
+        yield (
+            "--no-accumulate-allreduce-grads-in-fp32: gradients of micro-batches are added up in "
+            f"{'bf16' if training.bf16 else 'fp16'}, small ones are lost"
+        )
+    if training.bf16 and training.device == "cpu":
+        yield "--bf16 on a CPU is far slower than fp32"
+    if config.evaluation.eval_interval is not None and config.evaluation.eval_iters == 0:
+        yield f"--eval-interval {config.evaluation.eval_interval} with --eval-iters 0: nothing is evaluated"
+    if data.tokenizer_model is not None and data.tokenizer_type not in NEED_MODEL_FILE:
+        yield f"--tokenizer-model has no effect with --tokenizer-type {data.tokenizer_type}"
+    if data.vocab_size is not None and data.tokenizer_type != "NullTokenizer":
+        yield f"--vocab-size has no effect with --tokenizer-type {data.tokenizer_type}: it has its own"
+    if is_given(config, "split") and not data.data_path and not data.mock_data:
+        yield "--split has no effect without --data-path"
