@@ -1,4 +1,4 @@
-"""Metadata of the package. Settings of tools are in pyproject.toml, the exact versions tested in constraints.txt."""
+"""Metadata of the package. Tool settings are in pyproject.toml, the versions tested in constraints.txt."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ EXTRAS = {
     "wandb": ["wandb>=0.18"],
     # replica groups that come and go
     "elastic": ["torchft>=0.2"],
-    # --transformer-impl transformer_engine (CUDA and a compiler are needed). Not the bare package: without its
-    # part for torch, megatron-core cannot be imported.
+    # --transformer-impl transformer_engine (CUDA and a compiler). Not the bare package: without its part
+    # for torch, megatron-core cannot be imported.
     "te": ["transformer-engine[pytorch]>=2.4"],
     "test": ["pytest>=8", "hypothesis>=6.100", TENSORBOARD],
     "dev": ["ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", "pre-commit>=3.7", "types-PyYAML"],
@@ -36,7 +36,7 @@ setup(
     python_requires=">=3.11,<3.13",
     install_requires=[
         "torch>=2.8",
-        "megatron-core>=0.16.1,<0.17",  # its inside is used: buckets, the distributed optimizer, process groups
+        "megatron-core>=0.16.1,<0.17",  # its inside is used: buckets, distributed optimizer, process groups
         "einops>=0.7",  # megatron-core imports einops and psutil without declaring them
         "psutil>=5.9",
         "sentencepiece>=0.2",

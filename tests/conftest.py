@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-os.environ["OMP_NUM_THREADS"] = "1"  # torch, which is not imported yet, reads it once: several ranks share the cores
+# torch, which is not imported yet, reads it once. Several ranks share the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 _LEFT_OUT = pytest.StashKey[dict[str, str]]()
 
