@@ -1,4 +1,4 @@
-"""The arithmetic of a run in words, for --dry-run and the start of the log: mesh, batch, length, syncs, parameters."""
+"""The arithmetic of a run in words, for --dry-run and the log: mesh, batch, length, syncs, parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from megatron_edit.config.values import parse_split
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:
     """Parameters of a resolved `model` with `vocab_size` tokens, without the padding of the vocabulary."""
-    assert model.kv_channels and model.num_query_groups and model.ffn_hidden_size, "the config is not resolved"
+    assert model.kv_channels and model.num_query_groups and model.ffn_hidden_size, (
+        "the config is not resolved"
+    )
     hidden = model.hidden_size
     query = model.num_attention_heads * model.kv_channels
     key_value = model.num_query_groups * model.kv_channels
@@ -23,10 +25,12 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 
 def planned_syncs(config: Config) -> int:
-    """Syncs up to the last iteration: one every --edit-sync-interval iterations after the synchronous warm-up."""
+    """Syncs up to the last iteration: after the synchronous warm-up, one every --edit-sync-interval."""
     if config.edit.edit_method == "baseline" or config.training.train_iters is None:
         return 0
-    return max(0, config.training.train_iters - config.edit.edit_warmup_steps) // config.edit.edit_sync_interval
+    return (
+        max(0, config.training.train_iters - config.edit.edit_warmup_steps) // config.edit.edit_sync_interval
+    )
 
 
 def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> str:
@@ -46,7 +50,8 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> 
     iters, batch = training.train_iters or 0, plan.global_batch_size
     stage = model.num_layers // pp
     lines = [
-        f"mesh: {world_size} ranks = sync {plan.num_replicas} x dp {plan.shard_size} x pp {pp} x cp {cp} x tp {tp}",
+        f"mesh: {world_size} ranks = sync {plan.num_replicas} x dp {plan.shard_size} x pp {pp} x cp {cp} "
+        f"x tp {tp}",
         f"replicas: {plan.num_replicas} of {replica_ranks} ranks each: ranks {', '.join(shown)}",
         f"layers: {model.num_layers} = {pp} stages x {stage}"
         + (
@@ -56,20 +61,23 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> 
             else ""
         ),
         f"batch: global {batch} = {plan.num_replicas} replicas x {plan.shard_size} shards x "
-        f"{plan.micro_batch_size} micro batch x {plan.num_microbatches} microbatches; "
-        f"replica batch {plan.replica_batch_size}",
+        f"{plan.micro_batch_size} micro batch x {plan.num_microbatches} microbatches; replica batch "
+        f"{plan.replica_batch_size}",
         f"length: {iters} iterations, {iters * batch} samples, {iters * batch * model.seq_length} tokens",
     ]
     if config.edit.edit_method == "baseline":
         lines.append("sync: baseline, gradients are averaged over all replicas in every step")
     else:
         lines.append(
-            f"sync: {config.edit.edit_method}, {min(config.edit.edit_warmup_steps, iters)} synchronous iterations, "
-            f"then every {config.edit.edit_sync_interval}: {planned_syncs(config)} syncs planned"
+            f"sync: {config.edit.edit_method}, {min(config.edit.edit_warmup_steps, iters)} synchronous "
+            f"iterations, then every {config.edit.edit_sync_interval}: {planned_syncs(config)} syncs "
+            "planned"
         )
     if config.data.data_path:
         shares = " / ".join(f"{share:.4g}" for share in parse_split(config.data.split))
         lines.append(f"split: training / validation / test = {shares}")
     if vocab_size is not None:
-        lines.append(f"parameters: {count_parameters(model, vocab_size):,} (vocabulary {vocab_size}, not padded)")
+        lines.append(
+            f"parameters: {count_parameters(model, vocab_size):,} (vocabulary {vocab_size}, not padded)"
+        )
     return "\n".join(lines)

@@ -1,5 +1,6 @@
-"""Checks of sizes against each other: ranks, replicas, the batch, the model. Each message names flags, numbers and
-values that would work. `config` is resolved; each check yields nothing when all is well."""
+"""Checks of sizes against each other: ranks, replicas, the batch, the model. Each message names flags,
+numbers and values that would work. `config` is resolved; each check yields nothing when all is well.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 
 from megatron_edit.config.derive import batch_plan, model_ranks
 from megatron_edit.config.schema import Config
+from megatron_edit.config.settings import is_given
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
 
@@ -40,8 +42,8 @@ def check_mesh(config: Config, world_size: int, local_world_size: int) -> Iterat
     if world_size % ranks:
         factors = f"{TP} {tp} x {PP} {pp}" + (f" x {CP} {cp}" if cp > 1 else "")
         yield (
-            f"{world_size} rank{'s' * (world_size != 1)} cannot be divided into copies of the model of {ranks} ranks "
-            f"({factors}): start {nearest_multiples(world_size, ranks)} ranks"
+            f"{world_size} rank{'s' * (world_size != 1)} cannot be divided into copies of the model of "
+            f"{ranks} ranks ({factors}): start {nearest_multiples(world_size, ranks)} ranks"
         )
         return
     data_parallel_size = world_size // ranks
@@ -49,54 +51,44 @@ def check_mesh(config: Config, world_size: int, local_world_size: int) -> Iterat
     possible = ", ".join(map(str, divisors(data_parallel_size)))
     if replicas is None:
         yield (
-            f"--edit-num-replicas is not given and cannot be derived: {world_size} ranks with {local_world_size} a "
-            f"node do not make replicas of whole nodes for {ranks} ranks a copy; these would work: {possible}"
+            f"--edit-num-replicas is not given and cannot be derived: {world_size} ranks with "
+            f"{local_world_size} a node do not make replicas of whole nodes for {ranks} ranks a copy; "
+            f"these would work: {possible}"
         )
     elif data_parallel_size % replicas:
-        how = "" if config.sources.get("edit_num_replicas") != "derived" else " (one for each node)"
-        span = world_size // replicas
-        if cp > 1 and span < ranks:
-            yield (
-                f"--edit-num-replicas {replicas}{how} makes replicas of {span} ranks, so a context-parallel group "
-                f"({CP} {cp}, with {TP} {tp} and {PP} {pp}) would span replicas; these would work: {possible}"
-            )
-            return
+        derived = config.sources.get("edit_num_replicas") == "derived"
+        how = f" (derived: {local_world_size} ranks a node)" if derived else ""
+        span = f", so a context-parallel group ({CP} {cp}) would span replicas" if cp > 1 else ""
         yield (
-            f"--edit-num-replicas {replicas}{how} does not divide the data parallel size {data_parallel_size} "
-            f"({world_size} ranks / {ranks} a copy of the model): these would work: {possible}; "
-            f"or start {nearest_multiples(world_size, ranks * replicas)} ranks"
+            f"--edit-num-replicas {replicas}{how} does not divide the data parallel size "
+            f"{data_parallel_size} ({world_size} ranks / {ranks} a copy of the model){span}: these would "
+            f"work: {possible}; or start {nearest_multiples(world_size, ranks * replicas)} ranks"
         )
 
 
 def check_batch(config: Config, world_size: int) -> Iterator[str]:
     """Global or replica batch into replicas, shards, micro-batches."""
     training, ranks, replicas = config.training, model_ranks(config), config.edit.edit_num_replicas
-    global_given = training.global_batch_size if _given(config, "global_batch_size") else None
-    replica_given = training.replica_batch_size if _given(config, "replica_batch_size") else None
-    if global_given is not None and replica_given is not None:
+    global_given, replica_given = (
+        is_given(config, "global_batch_size"),
+        is_given(config, "replica_batch_size"),
+    )
+    if global_given and replica_given:
         yield (
-            f"--global-batch-size {global_given} and --replica-batch-size {replica_given} are both given: give one"
-            + (f" ({replicas} replicas x {replica_given} = {replicas * replica_given})" if replicas else "")
+            f"--global-batch-size {training.global_batch_size} and --replica-batch-size "
+            f"{training.replica_batch_size} are both given: give one"
         )
+        return
+    if not global_given and not replica_given:
+        yield "neither --global-batch-size nor --replica-batch-size is given: give one"
         return
     if replicas is None or world_size % ranks or (world_size // ranks) % replicas:
-        if global_given is None and replica_given is None:
-            yield "neither --global-batch-size nor --replica-batch-size is given: give one"
         return  # check_mesh has said why
-    micro = training.micro_batch_size
-    shard_size = world_size // ranks // replicas
-    if global_given is None and replica_given is None:
-        yield (
-            "neither --global-batch-size nor --replica-batch-size is given: give one, for example "
-            f"--global-batch-size {micro * shard_size * replicas}"
-        )
-        return
-    if global_given is not None:
-        flag, value, parts = "--global-batch-size", global_given, shard_size * replicas
+    micro, shard_size = training.micro_batch_size, world_size // ranks // replicas
+    flag, value, parts = _batch_flag(config, shard_size)
+    if global_given:
         of = f"data parallel size {parts} ({replicas} replicas x {shard_size})"
     else:
-        assert replica_given is not None
-        flag, value, parts = "--replica-batch-size", replica_given, shard_size
         of = f"shard group {parts} (data parallel ranks of one replica)"
     unit = micro * parts
     if value % unit:
@@ -109,14 +101,26 @@ def check_batch(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def _batch_flag(config: Config, shard_size: int) -> tuple[str, int, int]:
+    """(flag, value, ranks that share it) of the batch size that was given."""
+    training, replicas = config.training, config.edit.edit_num_replicas
+    assert replicas is not None
+    if is_given(config, "global_batch_size"):
+        assert training.global_batch_size is not None
+        return "--global-batch-size", training.global_batch_size, shard_size * replicas
+    assert training.replica_batch_size is not None
+    return "--replica-batch-size", training.replica_batch_size, shard_size
+
+
 def check_pipeline(config: Config, world_size: int) -> Iterator[str]:
     """Layers into stages and chunks; the interleaved schedule."""
     layers, pp = config.model.num_layers, config.parallel.pipeline_model_parallel_size
     chunk = config.parallel.num_layers_per_virtual_pipeline_stage
     if layers % pp:
         yield (
-            f"--num-layers {layers} is not divisible by {PP} {pp}, and every stage holds the same number of layers: "
-            f"{nearest_multiples(layers, pp)} layers, or a pipeline size of {nearest_divisors(layers, pp)}, would work"
+            f"--num-layers {layers} is not divisible by {PP} {pp}, and every stage holds the same number "
+            f"of layers: {nearest_multiples(layers, pp)} layers, or a pipeline size of "
+            f"{nearest_divisors(layers, pp)}, would work"
         )
         return
     if chunk is None:
@@ -130,21 +134,26 @@ def check_pipeline(config: Config, world_size: int) -> Iterator[str]:
     if not usable or chunk not in usable:
         works = f"these would work: {', '.join(map(str, usable))}" if usable else "leave it off"
         yield (
-            f"{flag} does not cut the {stage} layers of a stage (--num-layers {layers} / {PP} {pp}) into two or more "
-            f"equal chunks: {works}"
+            f"{flag} does not cut the {stage} layers of a stage (--num-layers {layers} / {PP} {pp}) into "
+            f"two or more equal chunks: {works}"
         )
     plan = batch_plan(config, world_size)
     if plan is not None and plan.num_microbatches % pp:
-        per_round = plan.global_batch_size // plan.num_microbatches
+        batch_flag, value, parts = _batch_flag(config, plan.shard_size)
+        works = nearest_multiples(value, plan.micro_batch_size * parts * pp)
         yield (
-            f"{flag} needs a number of micro-batches that {PP} {pp} divides, but there are {plan.num_microbatches}: "
-            f"--global-batch-size {nearest_multiples(plan.global_batch_size, per_round * pp)} would work"
+            f"{flag} needs a number of micro-batches that {PP} {pp} divides, but {batch_flag} {value} makes "
+            f"{plan.num_microbatches}: {works} would work"
         )
 
 
 def check_model(config: Config) -> Iterator[str]:
     """Heads, groups, widths and the sequence against each other and tensor / context parallel sizes."""
-    model, tp, cp = config.model, config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+    model, tp, cp = (
+        config.model,
+        config.parallel.tensor_model_parallel_size,
+        config.parallel.context_parallel_size,
+    )
     heads, groups, ffn = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
     assert groups is not None and ffn is not None
     if model.kv_channels is None:
@@ -161,17 +170,18 @@ def check_model(config: Config) -> Iterator[str]:
         )
     if heads % tp:
         yield (
-            f"--num-attention-heads {heads} is not divisible by {TP} {tp}: "
-            f"a tensor parallel size of {nearest_divisors(heads, tp)} would work"
+            f"--num-attention-heads {heads} is not divisible by {TP} {tp}: a tensor parallel size of "
+            f"{nearest_divisors(heads, tp)} would work"
         )
     if groups % tp:
         largest = max(d for d in divisors(groups) if heads % d == 0 and d <= tp)
         yield (
-            f"--num-query-groups {groups} cannot be split over {TP} {tp} (key/value heads are not replicated): "
-            f"the largest tensor parallel size that works is {largest}"
+            f"--num-query-groups {groups} cannot be split over {TP} {tp} (key/value heads are not "
+            f"replicated): the largest tensor parallel size that works is {largest}"
         )
     if ffn % tp:
-        yield f"--ffn-hidden-size {ffn} is not divisible by {TP} {tp}: {nearest_multiples(ffn, tp)} would work"
+        works = nearest_multiples(ffn, tp)
+        yield f"--ffn-hidden-size {ffn} is not divisible by {TP} {tp}: {works} would work"
     if config.parallel.sequence_parallel and model.seq_length % tp:
         yield (
             f"--sequence-parallel needs a --seq-length that {TP} {tp} divides, not {model.seq_length}: "
@@ -185,17 +195,12 @@ def check_model(config: Config) -> Iterator[str]:
         )
     if model.max_position_embeddings is not None and model.seq_length > model.max_position_embeddings:
         yield (
-            f"--seq-length {model.seq_length} is above --max-position-embeddings {model.max_position_embeddings}: "
-            "raise the latter or shorten the samples"
+            f"--seq-length {model.seq_length} is above --max-position-embeddings "
+            f"{model.max_position_embeddings}: raise the latter or shorten the samples"
         )
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
     if model.rope_scaling_type == "llama3" and low >= high:
         yield (
-            f"--rope-scaling-low-freq-factor {low:g} must be below --rope-scaling-high-freq-factor {high:g}: "
-            "Llama 3 uses 1 and 4"
+            f"--rope-scaling-low-freq-factor {low:g} must be below --rope-scaling-high-freq-factor "
+            f"{high:g}: Llama 3 uses 1 and 4"
         )
-
-
-def _given(config: Config, name: str) -> bool:
-    """Set and not derived: defaults of the batch flags are None."""
-    return config.sources.get(name) != "derived"

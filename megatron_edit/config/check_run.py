@@ -1,5 +1,6 @@
-"""Checks of the run: length, learning rate schedule, precision, recompute, data, evaluation, folders. Each message
-names flags, numbers and a way out. `config` is resolved; each check yields nothing when all is well."""
+"""Checks of the run: length, schedule, precision, recompute, data, evaluation, folders. Each message names
+flags, numbers and a way out. `config` is resolved; each check yields nothing when all is well.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import flag_of, is_given, value_of
 from megatron_edit.config.values import parse_blend, parse_split
 
-NEED_MODEL_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer")
+NEED_MODEL_FILE = (
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+)
 CORPUS_SETTINGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -22,17 +28,16 @@ def check_length(config: Config) -> Iterator[str]:
     iters_given, samples_given = is_given(config, "train_iters"), is_given(config, "train_samples")
     if iters_given and samples_given:
         yield (
-            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} are both given: "
-            "give one"
+            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} are both "
+            "given: give one"
         )
     elif not iters_given and not samples_given:
         yield "neither --train-iters nor --train-samples is given: give one, for example --train-iters 1000"
-    elif samples_given and training.train_samples and training.global_batch_size is not None:
-        if training.train_samples < training.global_batch_size:
-            yield (
-                f"--train-samples {training.train_samples} is less than one global batch of "
-                f"{training.global_batch_size}: {training.global_batch_size} or more would work"
-            )
+    elif samples_given and 0 < (training.train_samples or 0) < (training.global_batch_size or 0):
+        yield (
+            f"--train-samples {training.train_samples} is less than one global batch of "
+            f"{training.global_batch_size}: {training.global_batch_size} or more would work"
+        )
 
 
 def check_schedule(config: Config) -> Iterator[str]:
@@ -43,13 +48,16 @@ def check_schedule(config: Config) -> Iterator[str]:
         ("lr_decay_iters", "lr_decay_samples"),
         ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
     ):
-        given = [name for name in forms if value_of(config, name) is not None and _not_derived(config, name)]
+        given = [name for name in forms if is_given(config, name)]
         if len(given) > 1:
             yield " and ".join(f"{flag_of(n)} {value_of(config, n)}" for n in given) + " contradict: give one"
     if optimizer.min_lr > optimizer.lr:
         yield f"--min-lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}, the peak"
     if optimizer.lr_warmup_init > optimizer.lr:
-        yield f"--lr-warmup-init {optimizer.lr_warmup_init:g} is above --lr {optimizer.lr:g}, the end of the warm-up"
+        yield (
+            f"--lr-warmup-init {optimizer.lr_warmup_init:g} is above --lr {optimizer.lr:g}, "
+            "the end of the warm-up"
+        )
     yield from _check_schedule_lengths(config)
 
 
@@ -57,23 +65,30 @@ def _check_schedule_lengths(config: Config) -> Iterator[str]:
     optimizer, training = config.optimizer, config.training
     wsd = optimizer.lr_decay_style == "WSD"
     if wsd and optimizer.lr_wsd_decay_iters is None and optimizer.lr_wsd_decay_samples is None:
-        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the final decay's length"
+        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples"
     if training.train_iters is None or training.global_batch_size is None or training.train_iters == 0:
         return
     lengths = schedule_lengths(optimizer, training.train_iters, training.global_batch_size)
     unit, per = ("iterations", training.global_batch_size) if _in_iterations(config) else ("samples", 1)
-    warmup, decay, wsd_decay = (f"{n / per:g} {unit}" for n in (lengths.warmup, lengths.decay, lengths.wsd_decay))
-    whose = "the run, as --lr-decay-iters is not given" if not _decay_is_given(config) else "--lr-decay-iters/-samples"
+    warmup, decay, wsd_decay = (
+        f"{n / per:g} {unit}" for n in (lengths.warmup, lengths.decay, lengths.wsd_decay)
+    )
+    whose = (
+        "the run, as --lr-decay-iters is not given"
+        if not _decay_is_given(config)
+        else "--lr-decay-iters/-samples"
+    )
     if lengths.warmup >= lengths.decay:
         yield (
-            f"the warm-up of {warmup} (--lr-warmup-iters/-samples/-fraction) is not shorter than the decay of {decay} "
-            f"({whose}), which includes it: shorten the one or lengthen the other"
+            f"the warm-up of {warmup} (--lr-warmup-iters/-samples/-fraction) is not shorter than the decay "
+            f"of {decay} ({whose}), which includes it: shorten the one or lengthen the other"
         )
     elif wsd and lengths.warmup + lengths.wsd_decay > lengths.decay:
         room = (lengths.decay - lengths.warmup) / per
         yield (
-            f"the warm-up of {warmup} and the final decay of {wsd_decay} (--lr-wsd-decay-iters/-samples) are together "
-            f"longer than the whole schedule of {decay} ({whose}): a final decay of {room:g} {unit} would fit"
+            f"the warm-up of {warmup} and the final decay of {wsd_decay} (--lr-wsd-decay-iters/-samples) "
+            f"are together longer than the whole schedule of {decay} ({whose}): a final decay of {room:g} "
+            f"{unit} would fit"
         )
 
 
@@ -107,12 +122,16 @@ def check_recompute(config: Config) -> Iterator[str]:
     if granularity == "full":
         if method is None or layers is None:
             yield (
-                "--recompute-granularity full needs --recompute-method and --recompute-num-layers, "
-                "for example uniform and 1"
+                "--recompute-granularity full needs --recompute-method and --recompute-num-layers, for "
+                "example uniform and 1"
             )
             return
     elif method is not None or layers is not None:
-        given = [name for name in ("recompute_method", "recompute_num_layers") if value_of(config, name) is not None]
+        given = [
+            name
+            for name in ("recompute_method", "recompute_num_layers")
+            if value_of(config, name) is not None
+        ]
         shown = " and ".join(f"{flag_of(name)} {value_of(config, name)}" for name in given)
         yield f"{shown} needs --recompute-granularity full, not {granularity or 'none'}"
         return
@@ -136,7 +155,10 @@ def check_data(config: Config) -> Iterator[str]:
         yield f"--mock-data and {flag_of(given[0])} are both given: give one"
     if data.data_path and len(given) > 1:
         others = " and ".join(flag_of(name) for name in given if name != "data_path")
-        yield f"--data-path (split by --split) and {others} (one corpus for each split) are both given: give one kind"
+        yield (
+            f"--data-path (split by --split) and {others} (one corpus for each split) are both given: "
+            "give one kind"
+        )
     if not data.mock_data and not data.data_path and not data.train_data_path:
         yield "no training data: give --data-path, or --train-data-path, or --mock-data"
     for name in given:
@@ -196,12 +218,12 @@ def check_folders(config: Config) -> Iterator[str]:
     save, load = config.checkpoint.save, config.checkpoint.load
     if config.checkpoint.save_interval is not None and save is None:
         yield f"--save-interval {config.checkpoint.save_interval} needs --save DIR"
-    if load is not None and not Path(load).is_dir():
-        if save is None or Path(load).absolute() != Path(save).absolute():
-            yield (
-                f"--load {load} is not a folder; a first start may load from an empty folder only when --load equals "
-                f"--save{'' if save is None else ' (' + save + ')'}"
-            )
+    first_start = save is not None and load is not None and Path(load).absolute() == Path(save).absolute()
+    if load is not None and not Path(load).is_dir() and not first_start:
+        yield (
+            f"--load {load} is not a folder; only a --load that equals --save may be missing, "
+            "for a first start"
+        )
     for name in ("save", "tensorboard_dir"):
         folder = value_of(config, name)
         if folder is not None:
@@ -225,10 +247,6 @@ def _cannot_make(flag: str, folder: Path) -> Iterator[str]:
         yield f"{flag} {folder} cannot be made: {nearest} is a file"
     elif not os.access(nearest, os.W_OK | os.X_OK):
         yield f"{flag} {folder} cannot be written: no permission in {nearest}"
-
-
-def _not_derived(config: Config, name: str) -> bool:
-    return config.sources.get(name) != "derived"
 
 
 def _decay_is_given(config: Config) -> bool:

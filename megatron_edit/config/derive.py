@@ -1,4 +1,5 @@
-"""Fills in what follows from other settings and from the number of ranks. Pure: integers in, a new Config out.
+"""Fills in what follows from other settings and from the number of ranks. Pure: integers in, a new Config
+out.
 
 A derived value never replaces a given one. Where the given ones do not fit (a size that does not divide), the
 value is left as it is and `check` says why; nothing here raises for a user's mistake.
@@ -102,8 +103,8 @@ def schedule_lengths(optimizer: OptimizerConfig, train_iters: int, global_batch_
 def resolve(config: Config, world_size: int, local_world_size: int, device: str) -> Config:
     """`config` with every derived value filled in, noted as "derived" in `sources`.
 
-    `device`: "cpu" or "cuda", what this machine has; it is taken when --device is auto. `local_world_size`: ranks
-    of one node. Resolving twice gives the same; resolving for another number of ranks derives anew.
+    `device`: "cpu" or "cuda", what this machine has; it is taken when --device is auto. `local_world_size`:
+    ranks of one node. Resolving twice gives the same; resolving for another number of ranks derives anew.
     """
     config = _without_derived(config)
     derived: dict[str, Any] = {

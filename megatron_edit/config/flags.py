@@ -1,15 +1,16 @@
-"""Command line and YAML file -> Config, with the source of every value. Flags win over the file, the file over the
-preset of --model-size, the preset over the defaults.
+"""Command line and YAML file -> Config, with the source of every value. Flags win over the file, the file
+over the preset of --model-size, the preset over the defaults.
 
-Own parser instead of argparse: all problems are reported at once, nothing is abbreviated, and unknown flags get a
-suggestion. A flag that is given twice holds its last value, as scripts that append "$@" expect.
+Own parser instead of argparse: all problems are reported at once, nothing is abbreviated, and unknown flags
+get a suggestion. A flag that is given twice holds its last value, as scripts that append "$@" expect.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_edit.config.megatron_flags import MEGATRON_FLAGS, MOE_PREFIX, TRANSLATED
@@ -31,8 +32,8 @@ class ReadResult:
 def load_config(argv: Sequence[str]) -> Config:
     """Config of the command line `argv` (without the program's name).
 
-    Raises ConfigError with all problems of syntax, type and range. What depends on the ranks and on other settings
-    is checked by `check`. With --help among the flags nothing else is looked at.
+    Raises ConfigError with all problems of syntax, type and range. What depends on the ranks and on other
+    settings is checked by `check`. With --help among the flags nothing else is looked at.
     """
     result = read_config(argv)
     if result.problems:
@@ -121,7 +122,8 @@ def _take_switch(flag: str, values: list[str], result: _Flags) -> None:
     setting = _SWITCH_ON.get(flag) or _SWITCH_OFF[flag]
     if values:
         result.problems.append(
-            f"{flag} is a switch and takes no value, but {values[0]!r} follows it; {setting.negative_flag} turns it off"
+            f"{flag} is a switch and takes no value, but {values[0]!r} follows it; {setting.negative_flag} "
+            "turns it off"
         )
         result.doubtful.add(setting.name)
         return
@@ -149,10 +151,8 @@ def _convert(setting: Setting, text: str) -> tuple[Any, str]:
     """(value, "") or (None, what is wrong)."""
     value: Any = text
     if setting.kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):  # then it stays text, and value_problem says what it should be
             value = setting.kind(text)
-        except ValueError:
-            pass  # still text: value_problem says what it should be
     return value, value_problem(setting, value) or ""
 
 
@@ -175,7 +175,7 @@ def _take_translated(flag: str, values: list[str], result: _Flags) -> None:
 
 
 def _take_megatron(flag: str, values: list[str], result: _Flags) -> None:
-    entry = MEGATRON_FLAGS.get(flag) or replace(MEGATRON_FLAGS["--num-experts"])
+    entry = MEGATRON_FLAGS.get(flag) or MEGATRON_FLAGS["--num-experts"]
     shown = " ".join([flag, *values])
     if not entry.accepts(values):
         instead = f"; only {flag} {' or '.join(entry.allowed)} is accepted" if entry.allowed else ""

@@ -1,8 +1,9 @@
-"""Megatron-LM's flags that this program has no setting for: accepted as without effect, translated, or refused.
+"""Megatron-LM's flags that this program has no setting for: accepted, translated, or refused.
 
-A script written for Megatron-LM should run here with the same meaning or not at all. Flags whose effect this
-program always has (or that only steer kernels and overlap) are accepted and listed in one warning line; a few are
-spelled differently here and translated; those that would change the result, and are not built, are refused by name.
+A script written for Megatron-LM should run here with the same meaning or not at all. Flags whose effect
+this program always has (or that only steer kernels and overlap) are accepted and listed in one warning
+line; a few are spelled differently here and translated; those that would change the result, and are not
+built, are refused.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MegatronFlag:
-    """`takes_value`: the flag has an argument. `allowed`: None = accepted whatever the value; otherwise only these
-    values are, so an empty tuple refuses the flag. `reason` is shown when it is refused."""
+    """`takes_value`: the flag has an argument. `allowed`: None = accepted whatever the value; otherwise only
+    these values are, so an empty tuple refuses the flag. `reason` is shown when it is refused.
+    """
 
     takes_value: bool = False
     allowed: tuple[str, ...] | None = None
@@ -45,39 +47,42 @@ def _refused(reason: str) -> MegatronFlag:
 
 _SWITCHES_WITHOUT_EFFECT = (
     # always so here
-    "--use-mcore-models --swiglu --group-query-attention --disable-bias-linear --no-position-embedding --use-rotary-position-embeddings "
-    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --no-bias-gelu-fusion "
-    "--exit-on-missing-checkpoint --use-dist-ckpt --ckpt-fully-parallel-save "
-    "--no-ckpt-fully-parallel-save --ckpt-fully-parallel-load --dataloader-fast-cache-load "
-    "--use-cpu-initialization --no-create-attention-mask-in-dataloader --no-mmap-bin-files "
+    "--use-mcore-models", "--swiglu", "--group-query-attention", "--disable-bias-linear",
+    "--no-position-embedding", "--use-rotary-position-embeddings", "--use-distributed-optimizer",
+    "--overlap-grad-reduce", "--overlap-param-gather", "--no-bias-gelu-fusion",
+    "--exit-on-missing-checkpoint", "--use-dist-ckpt", "--ckpt-fully-parallel-save",
+    "--no-ckpt-fully-parallel-save", "--ckpt-fully-parallel-load", "--dataloader-fast-cache-load",
+    "--use-cpu-initialization", "--no-create-attention-mask-in-dataloader", "--no-mmap-bin-files",
     # which kernel computes it
-    "--use-flash-attn --attention-softmax-in-fp32 --no-masked-softmax-fusion "
-    "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm "
-    "--no-gradient-accumulation-fusion --no-gradient-reduce-div-fusion --cross-entropy-loss-fusion --apply-rope-fusion "
-    "--no-async-tensor-model-parallel-allreduce --tp-comm-overlap --no-overlap-p2p-communication "
-    "--defer-embedding-wgrad-compute --no-align-param-gather "
-    "--overlap-p2p-communication-warmup-flush --use-ring-exchange-p2p --no-use-tokenizer-model-from-checkpoint-args "
-    "--delay-wgrad-compute --ddp-average-in-collective --ddp-pad-buckets-for-high-nccl-busbw --manual-gc --no-manual-gc-eval "
-    "--overlap-param-gather-with-optimizer-step "
+    "--use-flash-attn", "--attention-softmax-in-fp32", "--no-masked-softmax-fusion",
+    "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion", "--no-persist-layer-norm",
+    "--no-gradient-accumulation-fusion", "--no-gradient-reduce-div-fusion", "--cross-entropy-loss-fusion",
+    "--apply-rope-fusion", "--no-async-tensor-model-parallel-allreduce", "--tp-comm-overlap",
+    "--no-overlap-p2p-communication", "--defer-embedding-wgrad-compute", "--no-align-param-gather",
+    "--overlap-p2p-communication-warmup-flush", "--use-ring-exchange-p2p",
+    "--no-use-tokenizer-model-from-checkpoint-args", "--delay-wgrad-compute", "--ddp-average-in-collective",
+    "--ddp-pad-buckets-for-high-nccl-busbw", "--manual-gc", "--no-manual-gc-eval",
+    "--overlap-param-gather-with-optimizer-step",
     # what is printed or measured
-    "--log-params-norm --log-num-zeros-in-grad --log-progress --log-validation-ppl-to-tensorboard "
-    "--log-timers-to-tensorboard --log-memory-to-tensorboard "
-    "--log-world-size-to-tensorboard "
-    "--no-one-logger --profile --use-pytorch-profiler --record-memory-history --log-straggler "
-    "--no-check-for-nan-in-loss-and-grad --no-barrier-with-level-1-timing"
-).split()
+    "--log-params-norm", "--log-num-zeros-in-grad", "--log-progress", "--log-validation-ppl-to-tensorboard",
+    "--log-timers-to-tensorboard", "--log-memory-to-tensorboard", "--log-world-size-to-tensorboard",
+    "--no-one-logger", "--profile", "--use-pytorch-profiler", "--record-memory-history", "--log-straggler",
+    "--no-check-for-nan-in-loss-and-grad", "--no-barrier-with-level-1-timing",
+)  # fmt: skip
 
 _VALUES_WITHOUT_EFFECT = (
-    "--local-rank --local_rank --distributed-backend --timing-log-level --timing-log-option --data-cache-path "
-    "--tensorboard-log-interval --tensorboard-queue-size --wandb-save-dir --wandb-exp-name --wandb-entity "
-    "--manual-gc-interval --empty-unused-memory-level --num-dataset-builder-threads --nccl-communicator-config-path "
-    "--profile-step-start --profile-step-end --profile-ranks --attention-backend "
-    "--ddp-bucket-size --ddp-num-buckets --log-memory-interval"
-).split()
+    "--local-rank", "--local_rank", "--distributed-backend", "--timing-log-level", "--timing-log-option",
+    "--data-cache-path", "--tensorboard-log-interval", "--tensorboard-queue-size", "--wandb-save-dir",
+    "--wandb-exp-name", "--wandb-entity", "--manual-gc-interval", "--empty-unused-memory-level",
+    "--num-dataset-builder-threads", "--nccl-communicator-config-path", "--profile-step-start",
+    "--profile-step-end", "--profile-ranks", "--attention-backend", "--ddp-bucket-size",
+    "--ddp-num-buckets", "--log-memory-interval",
+)  # fmt: skip
 
+_FSDP = "FSDP is not built here: the distributed optimizer shards inside a replica"
 _DENSE_ONLY = "mixture of experts is not built here: the model is a dense Llama"
 _LLAMA_ONLY = "the model is a Llama"
-_UNEVEN_STAGES = "pipeline stages of unequal size are not built here: every stage holds the same number of layers"
+_UNEVEN_STAGES = "unequal pipeline stages are not built here: every stage holds the same number of layers"
 _LOW_PRECISION = "FP8 and FP4 are not built here: use --bf16"
 _CHECKPOINT_PARTS = "loading or saving a part of a checkpoint is not built yet: a resume restores everything"
 _SCHEDULE_SOURCE = "the schedule is a pure function of the flags: the ones given now always hold"
@@ -100,9 +105,9 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     ),
     "--weight-decay-incr-style": _only("constant", reason="the weight decay is constant"),
     "--num-distributed-optimizer-instances": _only("1", reason=_SYNC_AXIS),
-    "--data-parallel-sharding-strategy": _only("no_shard", reason="FSDP is not built here"),
+    "--data-parallel-sharding-strategy": _only("no_shard", reason=_FSDP),
     "--main-grads-dtype": _only("fp32", reason="gradients are added up in fp32"),
-    "--main-params-dtype": _only("fp32", reason="master weights are fp32: the sync takes differences of them"),
+    "--main-params-dtype": _only("fp32", reason="master weights are fp32: the sync subtracts them"),
     "--exp-avg-dtype": _only("fp32", reason="Adam's moments are fp32"),
     "--exp-avg-sq-dtype": _only("fp32", reason="Adam's moments are fp32"),
     # would change the result
@@ -113,9 +118,9 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     "--pipeline-model-parallel-layout": _refused(_UNEVEN_STAGES),
     "--account-for-embedding-in-pipeline-split": _refused(_UNEVEN_STAGES),
     "--account-for-loss-in-pipeline-split": _refused(_UNEVEN_STAGES),
-    "--use-megatron-fsdp": _refused("FSDP is not built here: the distributed optimizer shards inside a replica"),
-    "--use-custom-fsdp": _refused("FSDP is not built here: the distributed optimizer shards inside a replica"),
-    "--use-torch-fsdp2": _refused("FSDP is not built here: the distributed optimizer shards inside a replica"),
+    "--use-megatron-fsdp": _refused(_FSDP),
+    "--use-custom-fsdp": _refused(_FSDP),
+    "--use-torch-fsdp2": _refused(_FSDP),
     "--multi-latent-attention": _refused(_LLAMA_ONLY),
     "--heterogeneous-layers-config-path": _refused(_LLAMA_ONLY),
     "--hybrid-override-pattern": _refused(_LLAMA_ONLY),
@@ -125,7 +130,9 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     "--openai-gelu": _refused("the MLP is SwiGLU"),
     "--quick-geglu": _refused("the MLP is SwiGLU"),
     "--onnx-safe": _refused("the MLP is SwiGLU"),
-    "--add-bias-linear": _refused("linear layers have no bias; --add-qkv-bias is there for query, key and value"),
+    "--add-bias-linear": _refused(
+        "linear layers have no bias; --add-qkv-bias gives query, key and value one"
+    ),
     "--apply-layernorm-1p": _refused("the norms are RMSNorm"),
     "--apply-residual-connection-post-layernorm": _refused(_LLAMA_ONLY),
     "--qk-layernorm": _refused("norms on queries and keys are not built here"),
@@ -137,7 +144,7 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     "--fp8-param-gather": _refused(_LOW_PRECISION),
     "--fp4-format": _refused(_LOW_PRECISION),
     "--use-precision-aware-optimizer": _refused("master weights and moments are fp32"),
-    "--grad-reduce-in-bf16": _refused("gradients are reduced in fp32; see --no-accumulate-allreduce-grads-in-fp32"),
+    "--grad-reduce-in-bf16": _refused("see --no-accumulate-allreduce-grads-in-fp32"),
     "--fp32-residual-connection": _refused("the residual stream has the precision of the model"),
     "--fp16-lm-cross-entropy": _refused("the loss is taken in fp32"),
     "--loss-scale": _refused("--fp16 uses dynamic loss scaling"),

@@ -35,21 +35,22 @@ def _method_notes(config: Config) -> Iterator[str]:
         return
     if edit.edit_num_replicas == 1:
         yield (
-            f"*** --edit-method {edit.edit_method} with ONE replica: there is nobody to synchronise with; the sync only "
-            "applies the outer optimizer. Give --edit-num-replicas R, or --edit-method baseline ***"
+            f"*** --edit-method {edit.edit_method} with ONE replica: there is nobody to synchronise with; "
+            "the sync only applies the outer optimizer. Give --edit-num-replicas R, or --edit-method "
+            "baseline ***"
         )
     if train_iters is None:
         return
     local_steps = train_iters - edit.edit_warmup_steps
     if local_steps <= 0 and train_iters > 0:
         yield (
-            f"--edit-warmup-steps {edit.edit_warmup_steps} covers all {train_iters} iterations: "
-            "the whole run is synchronous"
+            f"--edit-warmup-steps {edit.edit_warmup_steps} covers all {train_iters} iterations: the whole "
+            "run is synchronous"
         )
     elif edit.edit_sync_interval > local_steps > 0:
         yield (
-            f"--edit-sync-interval {edit.edit_sync_interval} is longer than the {local_steps} iterations after the "
-            "synchronous warm-up: no sync would happen before the end"
+            f"--edit-sync-interval {edit.edit_sync_interval} is longer than the {local_steps} iterations "
+            "after the synchronous warm-up: no sync would happen before the end"
         )
 
 
@@ -60,21 +61,22 @@ def _schedule_notes(config: Config) -> Iterator[str]:
         return
     if training.train_samples is not None and training.train_samples != iters * batch:
         yield (
-            f"--train-samples {training.train_samples} is not a multiple of the global batch of {batch}: the run has "
-            f"{iters} iterations, {iters * batch} samples"
+            f"--train-samples {training.train_samples} is not a multiple of the global batch of {batch}: "
+            f"the run has {iters} iterations, {iters * batch} samples"
         )
     lengths = schedule_lengths(optimizer, iters, batch)
     if config.edit.edit_method != "baseline" and lengths.warmup > config.edit.edit_warmup_steps * batch:
         yield (
-            f"the learning rate warm-up ends at iteration {lengths.warmup / batch:g}, after the synchronous warm-up "
-            f"(--edit-warmup-steps {config.edit.edit_warmup_steps}): replicas start to differ while the rate still rises"
+            f"the learning rate warm-up ends at iteration {lengths.warmup / batch:g}, after the "
+            f"synchronous warm-up (--edit-warmup-steps {config.edit.edit_warmup_steps}): replicas start to "
+            "differ while the rate still rises"
         )
     if optimizer.lr_decay_style == "constant":
         return
     if lengths.decay < iters * batch:
         yield (
-            f"the learning rate decay ends at iteration {lengths.decay / batch:g} of {iters}: "
-            f"the rest of the run has --min-lr {optimizer.min_lr:g}"
+            f"the learning rate decay ends at iteration {lengths.decay / batch:g} of {iters}: the rest of "
+            f"the run has --min-lr {optimizer.min_lr:g}"
         )
     elif lengths.decay > iters * batch:
         yield (

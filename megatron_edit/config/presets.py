@@ -1,10 +1,11 @@
 """Model sizes for --model-size. Each row is a set of the model's settings; flags and YAML keys win over it.
 
 Sources: llama2-7b and llama3-8b are the configurations that Meta published with the weights (Llama 2, arXiv
-2307.09288; Llama 3, arXiv 2407.21783), 7b that of LLaMA (arXiv 2302.13971). 350m and 1b have the shape that is
-common in published C4 pre-training comparisons (GaLore, arXiv 2403.03507: 24 layers of 1024 and of 2048); 1b's MLP
-is rounded to a multiple of 128 (ours), as 5461 cannot be split. 3b and tiny are ours. The EDiT paper trains
-"350M, 1B, 3B and 7B"; its exact shapes were not at hand, so these are not claimed to be the same.
+2307.09288; Llama 3, arXiv 2407.21783), 7b that of LLaMA (arXiv 2302.13971). 350m and 1b have the shape that
+is common in published pre-training comparisons on C4 (GaLore, arXiv 2403.03507: 24 layers of 1024 and of
+2048); 1b's MLP of 5461 is rounded up to a multiple of 128 (ours), as it cannot be split. 3b and tiny are
+ours. The EDiT paper trains Llamas of 350M, 1B, 3B and 7B; its exact shapes were not at hand, so these need
+not be the same.
 """
 
 from __future__ import annotations

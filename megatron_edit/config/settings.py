@@ -1,4 +1,4 @@
-"""The schema seen as one flat table of settings: name -> section, type, bounds, flag. Reads and copies a Config."""
+"""The schema as one flat table: name -> section, type, bounds, flag. Reads and copies a Config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TYPE_NAMES: dict[type, str] = {int: "an integer", float: "a number", str: "text"
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of the schema. `kind` is int, float, str, bool or list (of text); `optional`: None is allowed."""
+    """One field of the schema. `kind`: int, float, str, bool or list (of text); `optional`: may be None."""
 
     name: str
     section: str
@@ -100,15 +100,18 @@ def value_problem(setting: Setting, value: Any) -> str | None:
         return f"must be one of {', '.join(setting.choices)}, not {value!r}"
     if setting.kind is str and value == "":
         return "must not be empty"
-    if setting.kind in (int, float):
-        if not math.isfinite(value):
-            return f"must be a finite number, not {value}"
-        if setting.minimum is not None and value < setting.minimum:
-            return f"must be at least {setting.minimum:g}, not {value}"
-        if setting.above is not None and value <= setting.above:
-            return f"must be above {setting.above:g}, not {value}"
-        if setting.below is not None and value >= setting.below:
-            return f"must be below {setting.below:g}, not {value}"
+    return _number_problem(setting, value) if isinstance(value, (int, float)) else None
+
+
+def _number_problem(setting: Setting, value: float) -> str | None:
+    if not math.isfinite(value):
+        return f"must be a finite number, not {value}"
+    if setting.minimum is not None and value < setting.minimum:
+        return f"must be at least {setting.minimum:g}, not {value}"
+    if setting.above is not None and value <= setting.above:
+        return f"must be above {setting.above:g}, not {value}"
+    if setting.below is not None and value >= setting.below:
+        return f"must be below {setting.below:g}, not {value}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Settings that are small languages: the shares of --split and the blend of --data-path. Nothing is half understood."""
+"""Settings that are small languages: the shares of --split, the blend of --data-path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ def parse_split(text: str) -> tuple[float, float, float]:
     """
     parts = text.split(",")
     if len(parts) > 3:
-        raise ValueError(f"has {len(parts)} fields, but there are three: training,validation,test, like 969,30,1")
+        raise ValueError(
+            f"has {len(parts)} fields, but there are three: training,validation,test, like 969,30,1"
+        )
     shares = [_number(part) for part in parts] + [0.0] * (3 - len(parts))
     for part, share in zip(parts, shares, strict=False):
         if share is None or share < 0:
@@ -34,9 +36,10 @@ def parse_blend(entries: Sequence[str]) -> list[tuple[float, str]]:
     if len(entries) == 1 or all(not _looks_like_number(entry) for entry in entries):
         return [(1.0 / len(entries), entry) for entry in entries]
     if len(entries) % 2:
-        raise ValueError(f"has {len(entries)} fields: WEIGHT PREFIX pairs are expected, as {entries[0]!r} is a number"
-                         if _looks_like_number(entries[0]) else
-                         f"mixes corpora with and without weight: give WEIGHT PREFIX for each or for none")
+        raise ValueError(
+            f"has {len(entries)} fields: with weights they are WEIGHT PREFIX pairs, "
+            "without weights no field is a number"
+        )
     pairs = []
     for weight, text, prefix in zip(numbers[::2], entries[::2], entries[1::2], strict=True):
         if weight is None or weight <= 0:

@@ -1,4 +1,4 @@
-"""Reads a settings file: keys are the settings' names, flat or grouped by section. All problems are collected."""
+"""Reads a settings file: keys are the settings' names, flat or grouped by section. Collects all problems."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def _mapping_of_unique_keys(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node)
-        if isinstance(key, (str, int, float, bool)) and key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key} stands twice", key_node.start_mark)
-        seen.add(str(key))
+        key = str(loader.construct_object(key_node))
+        if key in seen:
+            raise yaml.MarkedYAMLError(problem=f"key {key} stands twice", problem_mark=key_node.start_mark)
+        seen.add(key)
     return loader.construct_mapping(node)
 
 
@@ -30,7 +30,7 @@ _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
 
 
 def read_yaml(path: str) -> tuple[dict[str, Any], list[str], set[str]]:
-    """Values by setting name, problems (each names the file and the key), and the settings whose value is refused."""
+    """Values by setting name, problems (each names file and key), and the settings whose value is refused."""
     values: dict[str, Any] = {}
     problems: list[str] = []
     refused: set[str] = set()
@@ -93,7 +93,7 @@ def _entries(path: str, problems: list[str]) -> list[tuple[str, Any, str | None]
 
 
 def _as_kind(setting: Setting, value: Any) -> Any:
-    """YAML's reading brought to the setting's kind where nothing is lost; anything else is left for the check."""
+    """YAML's reading brought to the setting's kind where nothing is lost; else as it is, for the check."""
     if setting.kind is float:
         if isinstance(value, str):  # YAML 1.1 reads 3e-4, which has no dot, as text
             try:

@@ -1,0 +1,127 @@
+"""Writes docs/flags.md from the settings' schema; with --check it only says whether the file is up to date.
+
+usage: python tools/document_flags.py [--check]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_edit.config.megatron_flags import MEGATRON_FLAGS, TRANSLATED  # noqa: E402
+from megatron_edit.config.presets import PRESETS  # noqa: E402
+from megatron_edit.config.printing import default_text  # noqa: E402
+from megatron_edit.config.schema import SECTIONS  # noqa: E402
+from megatron_edit.config.settings import SETTINGS, Setting  # noqa: E402
+
+FILE = ROOT / "docs" / "flags.md"
+
+HEAD = """\
+# Every flag
+
+`python tools/document_flags.py` writes this page from `megatron_edit/config/schema.py`; do not edit it.
+
+A setting has one name: `--micro-batch-size 4` on the command line is `micro_batch_size: 4` in the file of
+`--config FILE.yaml`, flat or under its section. Flags win over the file, the file over the preset of
+`--model-size`, the preset over the defaults; `--print-config` shows every value with its source, as YAML.
+Switches have no value; `--no-NAME` turns one off. Names are not abbreviated, unknown ones are refused. A flag
+that is given twice holds its last value. A `-` in the column "default" means: not given, and the help says
+what then holds.
+"""
+
+MEGATRON_HEAD = """\
+## Megatron-LM's other flags
+
+The settings above have Megatron-LM's names and meaning where it has them. Of its other flags, those without
+effect here are accepted, and listed in one warning line at the start; those that would change the result are
+refused.
+"""
+
+
+def text() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for section, cls in SECTIONS.items():
+        settings = [s for s in SETTINGS.values() if s.section == section]
+        parts.append(_section(section, cls.__doc__ or "", settings))
+    parts += [_presets(), MEGATRON_HEAD, _megatron()]
+    return "\n".join(parts)
+
+
+def _section(section: str, doc: str, settings: list[Setting]) -> str:
+    rows = [_row(s) for s in settings]
+    head = ["flag", "type", "default", "what it is", "source of the default"]
+    return "\n".join([f"## {section}\n", doc.strip() + "\n", *_table(head, rows), ""])
+
+
+def _row(setting: Setting) -> list[str]:
+    default = default_text(setting)
+    bounds = [
+        f"{sign} {bound:g}"
+        for sign, bound in (("≥", setting.minimum), (">", setting.above), ("<", setting.below))
+        if bound is not None
+    ]
+    kind = "switch" if setting.kind is bool else setting.placeholder
+    return [
+        f"`{setting.flag}`",
+        f"`{kind}`" + (" " + ", ".join(bounds) if bounds else ""),
+        "-" if default is None else f"`{default}`",
+        setting.help,
+        setting.source or "",
+    ]
+
+
+def _presets() -> str:
+    names = list(dict.fromkeys(name for preset in PRESETS.values() for name in preset))
+    rows = [
+        [f"`{size}`", *(str(preset.get(name, SETTINGS[name].default)) for name in names)]
+        for size, preset in PRESETS.items()
+    ]
+    note = "Where the shapes come from is said in `megatron_edit/config/presets.py`.\n"
+    return "\n".join(["## Presets of --model-size\n", note, *_table(["size", *names], rows), ""])
+
+
+def _megatron() -> str:
+    accepted = [f for f, entry in MEGATRON_FLAGS.items() if entry.allowed is None]
+    limited = {f: entry for f, entry in MEGATRON_FLAGS.items() if entry.allowed}
+    refused = {f: entry for f, entry in MEGATRON_FLAGS.items() if entry.allowed == ()}
+    lines = ["Accepted without effect: " + ", ".join(f"`{flag}`" for flag in sorted(accepted)) + ".", ""]
+    lines += ["Translated: " + ", ".join(f"`{flag}`" for flag in sorted(TRANSLATED)) + ".", ""]
+    lines += ["Accepted with one value:", ""]
+    lines += _table(
+        ["flag", "value", "because"],
+        [
+            [f"`{f}`", " or ".join(f"`{v}`" for v in e.allowed or ()), e.reason]
+            for f, e in sorted(limited.items())
+        ],
+    )
+    lines += ["", "Refused (and every flag that begins with `--moe-`):", ""]
+    lines += _table(["flag", "because"], [[f"`{f}`", e.reason] for f, e in sorted(refused.items())])
+    return "\n".join([*lines, ""])
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code: 0 written or up to date, 1 stale, 2 bad arguments."""
+    if arguments == ["--check"]:
+        if FILE.exists() and FILE.read_text(encoding="utf-8") == text():
+            return 0
+        print(f"{FILE.relative_to(ROOT)} is stale: run python tools/document_flags.py", file=sys.stderr)
+        return 1
+    if arguments:
+        print(__doc__, file=sys.stderr)
+        return 2
+    FILE.parent.mkdir(exist_ok=True)
+    FILE.write_text(text(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
