@@ -8,7 +8,7 @@ from megatron_edit.platform.cuda import CudaPlatform
 
 __all__ = ["CpuPlatform", "CudaPlatform", "Platform", "PlatformError", "get_platform"]
 
-quiet_megatron_warnings()
+quiet_megatron_warnings()  # here too: megatron-core is often imported before a platform is initialised
 
 
 def get_platform(device: str = "auto", local_rank: int = 0) -> Platform:

@@ -78,8 +78,7 @@ def ordered_gloo_backend() -> str:
     """Registers the backend "gloo_ordered", gloo with one worker thread per group, and returns its name.
 
     With gloo's default of two threads a later operation takes bandwidth from the one that is needed first.
-    `new_group(backend="gloo", pg_options=...)` ignores the options (torch 2.13), a registered backend does not;
-    `new_group`'s `timeout` works as usual.
+    `new_group(backend="gloo", pg_options=...)` ignores the options (torch 2.13), hence a registered backend.
     """
     if _ORDERED_GLOO not in dist.Backend.backend_list:
         dist.Backend.register_backend(

@@ -28,7 +28,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch.utils._device import _device_constructors
 
-from megatron_edit.platform.base import Platform, ordered_gloo_backend
+from megatron_edit.platform.base import Platform, ordered_gloo_backend, quiet_megatron_warnings
 
 _CPU = torch.device("cpu")
 _TENSOR_TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
@@ -109,6 +109,7 @@ class CpuPlatform(Platform):
     device = _CPU
 
     def initialize(self) -> None:
+        quiet_megatron_warnings()
         _answer_for_cuda()
 
     def sync_stream(self) -> Stream:
@@ -240,6 +241,13 @@ def _replace_rng_functions() -> None:
     def manual_seed(seed: int) -> None:
         generator.manual_seed(int(seed))
 
+    # Functions, not the generator's own methods: torch.compile knows those by identity, under another rule.
+    def seed_from_system() -> int:
+        return generator.seed()
+
+    def initial_seed() -> int:
+        return generator.initial_seed()
+
     for module in (torch.cuda, torch.cuda.random):
         _replace(
             module,
@@ -249,9 +257,9 @@ def _replace_rng_functions() -> None:
             set_rng_state_all=lambda new_states: generator.set_state(new_states[0]),
             manual_seed=manual_seed,
             manual_seed_all=manual_seed,
-            seed=generator.seed,
-            seed_all=generator.seed,
-            initial_seed=generator.initial_seed,
+            seed=seed_from_system,
+            seed_all=seed_from_system,
+            initial_seed=initial_seed,
         )
     _replace(megatron_random, _get_cuda_rng_state=get_rng_state, _set_cuda_rng_state=set_rng_state)
 

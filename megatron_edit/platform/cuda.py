@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from megatron_edit.platform.base import Platform, PlatformError
+from megatron_edit.platform.base import Platform, PlatformError, quiet_megatron_warnings
 
 # Peak FLOP/s of dense bf16 matrix products with fp32 accumulation, from NVIDIA's data sheets (half of what
 # they give "with sparsity"). The first name that is a word of the device's name counts.
@@ -56,8 +56,8 @@ class CudaPlatform(Platform):
         if not torch.cuda.is_available():
             raise PlatformError(
                 f"--device cuda: PyTorch {torch.__version__} (CUDA {torch.version.cuda or 'not built in'}) "
-                "finds no GPU that it can use. Give --device cpu; or install a CUDA build of PyTorch, and check "
-                "that nvidia-smi lists a GPU and that CUDA_VISIBLE_DEVICES does not hide it"
+                "finds no GPU that it can use. Give --device cpu; or install a CUDA build of PyTorch, and "
+                "check that nvidia-smi lists a GPU and that CUDA_VISIBLE_DEVICES does not hide it"
             )
         count = torch.cuda.device_count()
         if local_rank >= count:
@@ -69,6 +69,7 @@ class CudaPlatform(Platform):
         self._sync_stream: torch.cuda.Stream | None = None
 
     def initialize(self) -> None:
+        quiet_megatron_warnings()
         torch.cuda.set_device(self.device)
 
     def sync_stream(self) -> torch.cuda.Stream:
