@@ -141,13 +141,13 @@ def permute(indices: np.ndarray, size: int, keys: Sequence[int]) -> np.ndarray:
     while todo.size:
         left, right = values[todo] >> half, values[todo] & mask
         for key in keys:
-            left, right = right, left ^ (_mix(right ^ np.uint64(key)) & mask)
+            left, right = right, left ^ (mix64(right ^ np.uint64(key)) & mask)
         values[todo] = (left << half) | right
         todo = todo[values[todo] >= size]
     return values.astype(np.int64)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix64(x: np.ndarray) -> np.ndarray:
     """SplitMix64's finalizer on uint64 [n]; products wrap at 2**64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

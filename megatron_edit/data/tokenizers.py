@@ -155,8 +155,7 @@ class HuggingFaceTokenizer(Tokenizer):
             from tokenizers import Tokenizer as Backend
         except ImportError:
             raise DataError(
-                "--tokenizer-type HuggingFaceTokenizer needs the package tokenizers: "
-                "pip install 'megatron-edit[hf]'"
+                "--tokenizer-type HuggingFaceTokenizer needs the package tokenizers: pip install -e '.[hf]'"
             ) from None
         path = Path(path)
         tokenizer_file = path / "tokenizer.json" if path.is_dir() else path

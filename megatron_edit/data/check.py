@@ -1,0 +1,125 @@
+"""All that can be wrong with the data files, found in seconds: before any process group, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_edit.data.blend import SplitSource
+from megatron_edit.data.errors import DataError
+from megatron_edit.data.indexed import IndexedFiles, Manifest
+from megatron_edit.data.tokenizers import Tokenizer
+
+WHY_WANTED = {
+    "train": "training",
+    "valid": "evaluation (--eval-iters above 0)",
+    "test": "the last test",
+}
+
+
+def samples_of(tokens: int, seq_length: int) -> int:
+    """Samples of seq_length inputs, each with the token after its last: neighbours share one token, a rest
+    that is too short is dropped (megatron-core's rule)."""
+    return max(0, (tokens - 1) // seq_length)
+
+
+def check_data_files(
+    sources: Mapping[str, SplitSource | None],
+    *,
+    seq_length: int,
+    tokenizer: Tokenizer,
+    wanted: Sequence[str] = ("train", "valid"),
+) -> list[str]:
+    """Checks files, tokenizer and sizes of the splits in `wanted`; returns lines for the user that say what
+    was found (documents, tokens and samples of each split, and what could not be checked).
+
+    Raises:
+        DataError: all problems at once, one a line: a file missing, empty, cut or of another format; ids of
+            another tokenizer; a wanted split without documents, or shorter than one sample.
+    """
+    problems: list[str] = []
+    notes: list[str] = []
+    opened: dict[str, IndexedFiles | None] = {}
+    for name in wanted:
+        source = sources[name]
+        if source is None:
+            problems.append(f"there is no {name} split, but {WHY_WANTED[name]} wants one: give it a share of "
+                            f"--split, or --{name}-data-path")  # fmt: skip
+            continue
+        for prefix in source.blend.prefixes:
+            if prefix not in opened:
+                opened[prefix] = _open(prefix, tokenizer, problems, notes)
+        files = [opened[prefix] for prefix in source.blend.prefixes]
+        if None not in files:
+            _check_size(name, source, [f for f in files if f is not None], seq_length, problems, notes)
+    if problems:
+        raise DataError("\n".join(problems))
+    return notes
+
+
+def _open(prefix: str, tokenizer: Tokenizer, problems: list[str], notes: list[str]) -> IndexedFiles | None:
+    try:
+        files = IndexedFiles(prefix)
+        notes.extend(_check_tokenizer(files, tokenizer))
+    except DataError as error:
+        problems.append(str(error))
+        return None
+    return files
+
+
+def _check_tokenizer(files: IndexedFiles, tokenizer: Tokenizer) -> list[str]:
+    manifest, prefix = Manifest.read(files.prefix), files.prefix
+    if manifest is None:
+        largest = files.largest_sampled_id()
+        note = [f"{prefix}: no manifest tells which tokenizer made it; a sample of its ids was checked"]
+    else:
+        largest, note = manifest.largest_token_id, []
+        if (manifest.documents, manifest.tokens) != (len(files.lengths), files.total_tokens):
+            raise DataError(
+                f"{Manifest.path(prefix)} tells of {manifest.tokens} tokens in {manifest.documents} "
+                f"documents, {prefix}.idx of {files.total_tokens} in {len(files.lengths)}: "
+                "make the corpus anew"
+            )
+        if manifest.tokenizer_fingerprint != tokenizer.fingerprint:
+            raise DataError(
+                f"{prefix} was made with another tokenizer: {manifest.tokenizer}, vocabulary "
+                f"{manifest.vocab_size}, fingerprint {manifest.tokenizer_fingerprint[:12]}; given is "
+                f"{tokenizer.name}, {tokenizer.vocab_size}, {tokenizer.fingerprint[:12]} (--tokenizer-type, "
+                f"--tokenizer-model). If they agree all the same, delete {Manifest.path(prefix)}"
+            )
+    if largest >= tokenizer.vocab_size:
+        raise DataError(
+            f"{prefix}.bin has token id {largest}, but the vocabulary of {tokenizer.name} ends at "
+            f"{tokenizer.vocab_size - 1} (--tokenizer-type, --tokenizer-model)"
+        )
+    return note
+
+
+def _check_size(
+    name: str,
+    source: SplitSource,
+    files: Sequence[IndexedFiles],
+    seq_length: int,
+    problems: list[str],
+    notes: list[str],
+) -> None:
+    documents = tokens = samples = 0
+    short: list[str] = []
+    for corpus in files:
+        first, last = source.documents(len(corpus.lengths))
+        begin, end = corpus.documents_range(first, last)
+        documents, tokens = documents + last - first, tokens + end - begin
+        samples += samples_of(end - begin, seq_length)
+        if samples_of(end - begin, seq_length) == 0:
+            short.append(
+                f"the {name} split of {corpus.prefix} is too short: {end - begin} tokens in {last - first} "
+                f"of its {len(corpus.lengths)} documents, one sample of --seq-length {seq_length} needs "
+                f"{seq_length + 1}"
+            )
+    # Without weights the corpora count as one, so a short one among them does no harm.
+    if short and (source.blend.weights is not None or samples == 0):
+        problems.extend(short)
+    else:
+        notes.extend(short)
+        notes.append(
+            f"{name}: {samples} samples of {seq_length} tokens, from {tokens} tokens in {documents} documents"
+        )

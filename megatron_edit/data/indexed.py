@@ -1,0 +1,238 @@
+"""The .bin/.idx files of megatron-core, written and checked with numpy alone.
+
+`PREFIX.bin` holds the token ids of all documents, one after the other. `PREFIX.idx` holds, little endian: the
+9 bytes "MMIDIDX" 0 0, version 1 (uint64), a code for the dtype of the ids (uint8), number of sequences and
+number of document marks (uint64 each), then length (int32) and byte offset (int64) of each sequence, and the
+document marks (int64): the first sequence of each document and the end. Here a document is one sequence.
+(Layout: megatron/core/datasets/indexed_dataset.py of megatron-core 0.16.1.)
+
+`PREFIX.manifest.json`, ours, tells which tokenizer made the ids, so that a wrong one is refused at start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from megatron_edit.data.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+# Documents or tokens that are looked at in one go, so that checks need little memory.
+CHUNK = 1 << 22
+
+
+def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
+    """megatron-core's rule: uint16 below a vocabulary of 65,500, else int32."""
+    return np.uint16 if vocab_size < 65500 else np.int32
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What made a corpus. `largest_token_id` is -1 without tokens; sizes tie it to its .bin file."""
+
+    tokenizer: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    append_eod: bool
+    largest_token_id: int
+    documents: int
+    tokens: int
+    skipped_documents: int = 0
+    replaced_characters: int = 0
+    format: int = 1
+
+    @staticmethod
+    def path(prefix: str) -> Path:
+        return Path(f"{prefix}.manifest.json")
+
+    @classmethod
+    def read(cls, prefix: str) -> Manifest | None:
+        """None when there is none (a corpus made by another tool)."""
+        try:
+            entries = json.loads(cls.path(prefix).read_text(encoding="utf-8"))
+            return cls(**{field.name: entries[field.name] for field in fields(cls)})
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{cls.path(prefix)} cannot be read ({error!r}); delete it or make it anew"
+            ) from None
+
+
+class IndexedFiles:
+    """The two files of a corpus, memory mapped, after all that can be wrong with their form was checked.
+
+    Attributes:
+        lengths: int32 [sequences] tokens of each sequence.
+        tokens: [total] ids of all sequences in file order, in the file's dtype.
+
+    Raises:
+        DataError: a file is missing, empty, of another format, cut, or does not belong to the other.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        idx_path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        for path in (idx_path, bin_path):
+            if not path.is_file():
+                stem, extension = os.path.splitext(prefix)
+                hint = f"; give the prefix, {stem}" if extension in (".bin", ".idx") else ""
+                raise DataError(f"{path} does not exist{hint}")
+            if not os.access(path, os.R_OK):
+                raise DataError(f"{path} may not be read")
+            if path.stat().st_size == 0:
+                raise DataError(f"{path} is empty")
+
+        with open(idx_path, "rb") as stream:
+            header = stream.read(HEADER.size)
+        if not header.startswith(MAGIC):
+            raise DataError(f"{idx_path} is no index file of megatron-core: it does not begin with MMIDIDX")
+        if len(header) < HEADER.size:
+            raise DataError(f"{idx_path} is cut: {len(header)} bytes are less than its header")
+        _, version, code, sequences, marks = HEADER.unpack(header)
+        if version != 1 or code not in DTYPES:
+            raise DataError(
+                f"{idx_path} has version {version} and dtype code {code}; version 1 with integer ids is read"
+            )
+        expected = HEADER.size + 12 * sequences + 8 * marks
+        if idx_path.stat().st_size < expected:
+            raise DataError(f"{idx_path} is cut: {idx_path.stat().st_size} bytes, {expected} wanted")
+        if sequences == 0:
+            raise DataError(f"{idx_path} holds no document")
+
+        self.dtype = np.dtype(DTYPES[code])
+        body = np.memmap(idx_path, mode="r", dtype=np.uint8)[HEADER.size : expected]
+        self.lengths: np.ndarray = body[: 4 * sequences].view("<i4")
+        self._pointers: np.ndarray = body[4 * sequences : 12 * sequences].view("<i8")
+        last_mark = body[12 * sequences :].view("<i8")[-1:]
+        if not np.array_equal(last_mark, [sequences]):
+            raise DataError(f"{idx_path} is damaged: its last document does not end at its last sequence")
+        self.total_tokens = self._check_index(idx_path)
+        size, wanted = bin_path.stat().st_size, self.total_tokens * self.dtype.itemsize
+        if size != wanted:
+            raise DataError(
+                f"{bin_path} has {size} bytes but {idx_path} tells of {wanted}: "
+                "they do not belong together, or one is cut"
+            )
+        self.tokens = np.memmap(bin_path, mode="r", dtype=self.dtype)
+
+    def _check_index(self, idx_path: Path) -> int:
+        """Sequences lie one after the other, without gap; returns the number of tokens."""
+        end = 0
+        for start in range(0, len(self.lengths), CHUNK):
+            lengths = self.lengths[start : start + CHUNK].astype(np.int64)
+            ends = end + np.cumsum(lengths)
+            pointers = (ends - lengths) * self.dtype.itemsize
+            if lengths.min() < 0 or not np.array_equal(pointers, self._pointers[start : start + CHUNK]):
+                raise DataError(f"{idx_path} is damaged: lengths and offsets of its documents do not agree")
+            end = int(ends[-1])
+        return end
+
+    def documents_range(self, first: int, last: int) -> tuple[int, int]:
+        """Token range of the sequences first .. last - 1."""
+        begin = self.total_tokens
+        if first < len(self.lengths):
+            begin = int(self._pointers[first]) // self.dtype.itemsize
+        return begin, begin + int(self.lengths[first:last].sum(dtype=np.int64))
+
+    def token_chunks(self, begin: int, end: int) -> Iterator[np.ndarray]:
+        """The ids begin .. end - 1 as int64 pieces."""
+        for start in range(begin, end, CHUNK):
+            yield self.tokens[start : min(start + CHUNK, end)].astype(np.int64)
+
+    def largest_sampled_id(self, windows: int = 64, width: int = 1 << 14) -> int:
+        """Largest id in evenly spaced windows (all of a corpus of up to windows * width tokens)."""
+        if self.total_tokens <= windows * width:
+            return int(self.tokens.max()) if self.total_tokens else -1
+        starts = np.linspace(0, self.total_tokens - width, windows).astype(np.int64)
+        return max(int(self.tokens[start : start + width].max()) for start in starts)
+
+
+class IndexedWriter:
+    """Writes a corpus beside its final name; `finish` moves it there, an error before that removes it.
+
+    Memory is 4 bytes a document. The .idx file, without which nobody reads a corpus, comes last, so that no
+    moment leaves a readable pair that does not belong together.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+
+    def __init__(self, prefix: str, dtype: type[np.uint16] | type[np.int32]) -> None:
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype)
+        self.lengths = array("i")
+        self.largest_token_id = -1
+        self._parts = {
+            suffix: f"{prefix}{suffix}.partial-{os.getpid()}" for suffix in (".bin", ".idx", ".manifest.json")
+        }
+        try:
+            Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+            self._bin = open(self._parts[".bin"], "wb")  # noqa: SIM115  closed by __exit__
+        except OSError as error:
+            raise DataError(f"{prefix}.bin cannot be written: {error.strerror}") from None
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bin.close()
+        for part in self._parts.values():  # after finish() there are none
+            Path(part).unlink(missing_ok=True)
+
+    @property
+    def total_tokens(self) -> int:
+        return self._bin.tell() // self.dtype.itemsize
+
+    def add_documents(self, tokens: np.ndarray, lengths: list[int]) -> None:
+        """Documents of `lengths` tokens each, their ids one after the other in `tokens` [sum(lengths)]."""
+        assert len(tokens) == sum(lengths)
+        if len(tokens):
+            self.largest_token_id = max(self.largest_token_id, int(tokens.max()))
+        self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).tobytes())
+        self.lengths.extend(lengths)
+
+    def prepare(self, manifest: Manifest) -> None:
+        """Completes the three files under their temporary names and makes them durable."""
+        _sync(self._bin)
+        lengths = np.frombuffer(self.lengths, dtype=np.int32) if self.lengths else np.empty(0, dtype=np.int32)
+        code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
+        with open(self._parts[".idx"], "wb") as stream:
+            stream.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
+            stream.write(lengths.astype("<i4").tobytes())
+            end = 0
+            for start in range(0, len(lengths), CHUNK):
+                piece = lengths[start : start + CHUNK].astype(np.int64)
+                ends = end + np.cumsum(piece)
+                stream.write(((ends - piece) * self.dtype.itemsize).astype("<i8").tobytes())
+                end = int(ends[-1])
+            for start in range(0, len(lengths) + 1, CHUNK):
+                stream.write(np.arange(start, min(start + CHUNK, len(lengths) + 1), dtype="<i8").tobytes())
+            _sync(stream)
+        with open(self._parts[".manifest.json"], "w", encoding="utf-8") as text:
+            json.dump(asdict(manifest), text, indent=2)
+            _sync(text)
+
+    def finish(self) -> None:
+        """Gives the prepared files their names, over those of an earlier corpus."""
+        self._bin.close()
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+        for suffix in (".bin", ".manifest.json", ".idx"):
+            os.replace(self._parts[suffix], f"{self.prefix}{suffix}")
+
+
+def _sync(stream: object) -> None:
+    stream.flush()  # type: ignore[attr-defined]
+    os.fsync(stream.fileno())  # type: ignore[attr-defined]

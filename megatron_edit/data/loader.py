@@ -1,0 +1,169 @@
+"""Batches of one rank, cut out of the global order; read ahead by threads that no result depends on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_edit.data.datasets import SampleDataset
+from megatron_edit.data.errors import LoaderError
+from megatron_edit.data.order import SampleOrder, microbatch_positions, replica_positions
+
+Microbatch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank stands in the data layout, and what one forward pass of it takes."""
+
+    num_replicas: int
+    replica: int
+    shard_size: int
+    shard_rank: int
+    micro_batch_size: int
+
+    def microbatches(self, consumed_samples: int, global_batch_size: int) -> list[range]:
+        """Global positions of this rank's microbatches in the next iteration."""
+        batch = replica_positions(consumed_samples, global_batch_size, self.num_replicas, self.replica)
+        return microbatch_positions(batch, self.micro_batch_size, self.shard_size, self.shard_rank)
+
+
+def read_microbatches(
+    datasets: Sequence[SampleDataset],
+    order: SampleOrder,
+    microbatches: Sequence[Sequence[int]],
+    pin_memory: bool = False,
+) -> list[Microbatch]:
+    """Reads the samples at the given global positions; tensors are stacked to [micro_batch_size, S]."""
+    result = []
+    for positions in microbatches:
+        places = zip(*order.lookup(np.asarray(positions, dtype=np.int64)), strict=True)
+        samples = [datasets[int(dataset)][int(sample)] for dataset, sample in places]
+        microbatch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        if pin_memory:
+            microbatch = {key: tensor.pin_memory() for key, tensor in microbatch.items()}
+        result.append(microbatch)
+    return result
+
+
+class MicrobatchLoader:
+    """Iteration after iteration of one rank, from `consumed_samples` on, without end.
+
+    Its whole state is `consumed_samples`, a global count: a loader that starts from it goes on where another
+    stopped, whatever the replicas, shards and batch sizes of the two.
+
+    Args:
+        datasets, order: those of the training split.
+        consumed_samples: samples used so far, by all replicas.
+        place: this rank's place.
+        global_batch_size: samples of one iteration, over all replicas.
+        num_workers: threads that read ahead; 0 reads in `next_batch`. Neither they nor anything else here
+            draws random numbers, so their number changes no result.
+        prefetch: iterations that are read ahead, at least one for each thread.
+        pin_memory: page-locked tensors, for asynchronous copies to a GPU.
+
+    Raises:
+        DataError: sizes that do not divide (the numbers, and one that works).
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[SampleDataset],
+        order: SampleOrder,
+        *,
+        consumed_samples: int,
+        place: RankPlace,
+        global_batch_size: int,
+        num_workers: int = 1,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        self.datasets, self.order, self.place = list(datasets), order, place
+        self.global_batch_size, self.pin_memory = global_batch_size, pin_memory
+        self.consumed_samples = consumed_samples
+        self.num_microbatches = len(place.microbatches(consumed_samples, global_batch_size))
+        self._depth = max(prefetch, num_workers)
+        self._ahead: deque[Future[tuple[list[Microbatch], list[int]]]] = deque()
+        self._pool = ThreadPoolExecutor(num_workers, "data-loader") if num_workers else None
+
+    def next_batch(self) -> tuple[list[Microbatch], list[int]]:
+        """The microbatches of this rank in the next iteration, and the ids (SampleOrder.sample_ids) of all
+        samples that its *replica* takes, in order.
+
+        Raises:
+            LoaderError: a sample cannot be read; `__cause__` is the first error, nothing counts as consumed.
+        """
+        try:
+            if self._pool is None:
+                batch = self._read(self.consumed_samples)
+            else:
+                while len(self._ahead) < self._depth:
+                    start = self.consumed_samples + len(self._ahead) * self.global_batch_size
+                    self._ahead.append(self._pool.submit(self._read, start))
+                batch = self._ahead[0].result()
+                self._ahead.popleft()
+        except Exception as error:
+            raise LoaderError(
+                f"replica {self.place.replica}, shard rank {self.place.shard_rank}: reading the batch after "
+                f"{self.consumed_samples} consumed samples: {type(error).__name__}: {error}"
+            ) from error
+        self.consumed_samples += self.global_batch_size
+        return batch
+
+    def _read(self, consumed_samples: int) -> tuple[list[Microbatch], list[int]]:
+        place = self.place
+        mine = place.microbatches(consumed_samples, self.global_batch_size)
+        replica = replica_positions(
+            consumed_samples, self.global_batch_size, place.num_replicas, place.replica
+        )
+        sample_ids = self.order.sample_ids(np.arange(replica.start, replica.stop, dtype=np.int64))
+        return read_microbatches(self.datasets, self.order, mine, self.pin_memory), sample_ids.tolist()
+
+    @property
+    def state(self) -> dict[str, int]:
+        """What a checkpoint stores; equal on every rank."""
+        return {"consumed_samples": self.consumed_samples}
+
+    def close(self) -> None:
+        """Ends the threads; what was read ahead is dropped and does not count."""
+        self._ahead.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def evaluation_batches(
+    datasets: Sequence[SampleDataset],
+    order: SampleOrder,
+    *,
+    eval_iters: int,
+    place: RankPlace,
+    global_batch_size: int,
+    pin_memory: bool = False,
+) -> Iterator[list[Microbatch]]:
+    """This rank's share of the first eval_iters * global_batch_size samples of a split, or of all of its
+    samples when they are fewer: the same at every call, each sample once over all ranks.
+
+    All ranks get equally many microbatches of equal shape, because the pipeline and collectives want that:
+    the last batch is filled up with samples whose loss_mask is 0 throughout, so the token-weighted mean over
+    ranks is that of the samples. Use with SplitDatasets.evaluation_order().
+    """
+    total = min(eval_iters * global_batch_size, order.unique_prefix())
+    step = place.num_replicas * place.shard_size * place.micro_batch_size
+    for start in range(0, total, global_batch_size):
+        size = min(global_batch_size, total - start)
+        filled_size = -(-size // step) * step
+        microbatches = place.microbatches(start, filled_size)
+        real = [[position < start + size for position in positions] for positions in microbatches]
+        # The last real sample stands in for the missing ones.
+        clamped = [[min(position, start + size - 1) for position in positions] for positions in microbatches]
+        batch = read_microbatches(datasets, order, clamped)
+        for microbatch, rows in zip(batch, real, strict=True):
+            microbatch["loss_mask"] *= torch.tensor(rows, dtype=torch.float32).unsqueeze(1)  # [b, 1]
+            if pin_memory:
+                microbatch.update({key: tensor.pin_memory() for key, tensor in microbatch.items()})
+        yield batch

@@ -1,0 +1,22 @@
+#!/usr/bin/env python
+"""Real text without a download: Python's language reference, the standard library's docstrings and source."""
+
+import argparse
+
+from megatron_edit.data.quickstart import build_quickstart_corpus
+from megatron_edit.data.tool import run_tool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Writes JSON lines of text that is part of Python.", allow_abbrev=False
+    )
+    parser.add_argument("--output", required=True, metavar="FILE.jsonl")
+    parser.add_argument("--max-bytes", type=int, default=4_000_000, help="of text (default 4000000)")
+    args = parser.parse_args()
+    documents, size = build_quickstart_corpus(args.output, args.max_bytes)
+    print(f"{args.output}: {documents} documents, {size} bytes of text")
+
+
+if __name__ == "__main__":
+    run_tool(main)

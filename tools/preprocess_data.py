@@ -1,0 +1,60 @@
+#!/usr/bin/env python
+"""Text to the token files that training reads.
+
+python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
+    --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod
+writes data/corpus_text_document.bin, .idx and .manifest.json, for --data-path data/corpus_text_document.
+"""
+
+import argparse
+
+from megatron_edit.data.corpus import TokenizerSpec, preprocess
+from megatron_edit.data.tokenizers import ALIASES, TOKENIZER_TYPES
+from megatron_edit.data.tool import run_tool
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Text or JSON lines to .bin/.idx for --data-path.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="FILE",
+        help=".jsonl or .json: one JSON object a line; any other name: plain text",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="files are named PREFIX_KEY_document.*"
+    )
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the texts; files for each"
+    )
+    parser.add_argument("--tokenizer-type", required=True, choices=(*TOKENIZER_TYPES, *ALIASES))
+    parser.add_argument("--tokenizer-model", metavar="PATH", help="file or folder of the tokenizer")
+    parser.add_argument("--vocab-size", type=int, help="vocabulary of NullTokenizer")
+    parser.add_argument("--append-eod", action="store_true", help="an end id after each document")
+    parser.add_argument(
+        "--text-unit", choices=("file", "paragraph", "line"), default="file",
+        help="what is a document in plain text: the file (default), paragraphs between blank lines, or lines",
+    )  # fmt: skip
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default 1)")
+    parser.add_argument("--log-interval", type=int, default=10000, help="documents between progress lines")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    reports = preprocess(
+        args.input,
+        args.output_prefix,
+        TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size),
+        json_keys=args.json_keys,
+        append_eod=args.append_eod,
+        workers=args.workers,
+        text_unit=args.text_unit,
+        log_interval=args.log_interval,
+    )
+    for report in reports:
+        print(report)
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,29 @@
+#!/usr/bin/env python
+"""A sentencepiece BPE tokenizer from text.
+
+python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 4096 --output-prefix data/tokenizer
+writes data/tokenizer.model; train with --tokenizer-type SentencePieceTokenizer --tokenizer-model and that path.
+"""
+
+import argparse
+
+from megatron_edit.data.tool import run_tool
+from megatron_edit.data.train_tokenizer import train_sentencepiece
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Trains a sentencepiece BPE tokenizer.", allow_abbrev=False)
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="FILE",
+        help=".jsonl or .json: one JSON object a line; any other name: plain text",
+    )  # fmt: skip
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.model")
+    parser.add_argument("--vocab-size", type=int, required=True, help="marks and the 256 bytes included")
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the texts (default text)")
+    args = parser.parse_args()
+    path = train_sentencepiece(args.input, args.output_prefix, args.vocab_size, json_key=args.json_key)
+    print(f"{path}: {args.vocab_size} pieces")
+
+
+if __name__ == "__main__":
+    run_tool(main)
