@@ -143,7 +143,10 @@ class AnomalyDetector:
             setattr(self, f"_{name}", value.masked_fill(restarted, 0))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that the next verdict depends on but the settings: [R, M] each, `majority_streak` [M]."""
+        """All that the next verdict depends on but the settings: [R, M] each, `majority_streak` [M].
+
+        The tensors are never changed in place, so what was returned stays as it was.
+        """
         return {
             "mean": self._mean,
             "variance": self._variance,
@@ -165,4 +168,4 @@ class AnomalyDetector:
                     f"{list(value.shape)} (replicas x modules)"
                 )
         for name, value in own.items():
-            setattr(self, f"_{name}", state[name].to(device=value.device, dtype=value.dtype, copy=True))
+            setattr(self, f"_{name}", state[name].to(device=value.device, dtype=value.dtype))

@@ -208,6 +208,23 @@ def test_equals_a_plain_scalar_loop_on_long_streams_with_a_shift() -> None:
     assert verdicts[42].restarted_modules == [0]
 
 
+def test_equals_a_plain_scalar_loop_where_many_norms_are_close_to_the_threshold() -> None:
+    norms = 1 + 0.1 * gaussian(60, 3, 40, seed=20)
+    flagged = flags_of(norms, AnomalyDetector(3, 40, threshold=1.0, alpha=0.1, warmup=5))
+    assert flagged.double().mean().item() > 0.1
+    assert flagged.tolist() == scalar_left_out(norms.tolist(), [[True] * 3] * 60, 1.0, 0.1, 5)
+
+
+def test_the_first_norm_is_the_mean() -> None:
+    detector = AnomalyDetector(2, 2)
+    norms = 1 + gaussian(2, 2, seed=21).abs()
+    detector.observe(norms, torch.ones(2, dtype=torch.bool))
+    state = detector.state_dict()
+    assert torch.equal(state["mean"], norms)
+    assert (state["variance"] == 0).all()
+    assert (state["weight_squares"] == 1).all() and (state["accepted"] == 1).all()
+
+
 class TestWhoIsLeftOut:
     def trained(self, threshold: float = 3.0) -> AnomalyDetector:
         detector = AnomalyDetector(3, 2, threshold)
