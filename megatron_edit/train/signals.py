@@ -6,7 +6,7 @@ handled by one background thread a rank with a client connection of its own (`St
 spreads while main threads compute, sleep or sit in a collective.
 
 The agreement (ours). A *boundary* k lies after iteration k; the main thread calls `should_stop(k)` at each.
-1. The rank that is asked writes the request. The first writer wins (compare-and-set), the others change nothing.
+1. The rank that is asked writes the request. The first writer wins (compare-and-set).
 2. The thread of every rank polls the store. When it sees the request it fixes the rank's *proposal*, a
    boundary that the main thread has not passed yet, under the lock that the main thread takes to pass a
    boundary; then it publishes the proposal. From that moment the rank cannot pass its own proposal unnoticed.
@@ -208,8 +208,9 @@ class StopCoordinator:
             ranks = range(self._world_size)
             missing = [str(rank) for rank in ranks if not self._store.check([f"proposal/{rank}"])]
             raise StopAgreementError(
-                f"{self._request['cause']} on rank {self._request['rank']}: the ranks cannot agree where to stop, "
-                f"no answer from rank {', '.join(missing) or '(last one)'} within {self._timeout_seconds:g} s"
+                f"{self._request['cause']} on rank {self._request['rank']}: no answer from rank "
+                f"{', '.join(missing) or '(last one)'} within {self._timeout_seconds:g} s; "
+                "without it the ranks cannot agree where to stop"
             )
         if self._failure is not None:
             raise self._store_lost()

@@ -1,7 +1,7 @@
 """Stop requests among real ranks: two replicas of two ranks at unequal speeds, with collectives that block.
 
-A further rank plays the user: it sends the signals. An iteration sleeps, then joins a collective of its replica; every
-SYNC_INTERVAL iterations it joins one of all replicas.
+A further rank plays the user: it sends the signals. An iteration sleeps, then joins a collective of its
+replica; every SYNC_INTERVAL iterations it joins one of all replicas.
 """
 
 import os
@@ -28,13 +28,13 @@ def trial_plan(trial: int) -> dict[str, Any]:
     """What happens in a trial; the same on every rank."""
     draw = random.Random(trial)
     victims = draw.choice([[0, 1, 2, 3], draw.sample(range(4), 2), *([draw.randrange(4)] for _ in range(4))])
-    return dict(
-        signals=[(rank, draw.choice(STOP_SIGNALS)) for rank in victims],
-        after_seconds=draw.uniform(0.0, 0.15),
-        iteration_seconds=[draw.choice([0.0, 0.001, 0.004, 0.02]) for _ in REPLICAS],
-        start=draw.choice([0, 0, 100]),
-        most_iterations_ahead=draw.choice([0, 16]),  # 0: ranks do wait at their proposals
-    )
+    return {
+        "signals": [(rank, draw.choice(STOP_SIGNALS)) for rank in victims],
+        "after_seconds": draw.uniform(0.0, 0.15),
+        "iteration_seconds": [draw.choice([0.0, 0.001, 0.004, 0.02]) for _ in REPLICAS],
+        "start": draw.choice([0, 0, 100]),
+        "most_iterations_ahead": draw.choice([0, 16]),  # 0: ranks do wait at their proposals
+    }
 
 
 def many_trials(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -56,7 +56,7 @@ def many_trials(rank: int, world_size: int) -> list[dict[str, Any]]:
             for victim, number in plan["signals"]:
                 os.kill(pids[victim], number)
             dist.barrier()
-            outcomes.append(dict(plan=plan, seconds=time.monotonic() - sent))
+            outcomes.append({"plan": plan, "seconds": time.monotonic() - sent})
             continue
         with StopCoordinator(
             trial_store, rank, 4, next_boundary=plan["start"], timeout_seconds=20, poll_seconds=0.03
@@ -69,7 +69,11 @@ def many_trials(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 def iterate(
-    stopper: StopCoordinator, rank: int, plan: dict[str, Any], replica: dist.ProcessGroup, trainers: dist.ProcessGroup
+    stopper: StopCoordinator,
+    rank: int,
+    plan: dict[str, Any],
+    replica: dist.ProcessGroup,
+    trainers: dist.ProcessGroup,
 ) -> dict[str, Any]:
     signals.MOST_ITERATIONS_AHEAD = plan["most_iterations_ahead"]
     jitter = random.Random(rank)
@@ -80,7 +84,7 @@ def iterate(
         dist.all_reduce(torch.ones(1), group=replica)
         if iteration % SYNC_INTERVAL == 0:
             dist.all_reduce(torch.ones(1), group=trainers)
-    return dict(stopped_after=iteration, said=reason.iteration, cause=reason.cause, asked=reason.rank)
+    return {"stopped_after": iteration, "said": reason.iteration, "cause": reason.cause, "asked": reason.rank}
 
 
 def test_any_signal_at_any_moment_stops_all_ranks_after_one_iteration() -> None:
@@ -111,7 +115,9 @@ def test_a_rank_that_does_not_come_to_its_boundary_still_answers(how: str) -> No
             dist.all_reduce(torch.ones(1), group=user_and_1)
             return 0.0
         store = dist.distributed_c10d._get_default_store()
-        with StopCoordinator(store, rank, 2, next_boundary=0, timeout_seconds=20, poll_seconds=0.05) as stopper:
+        with StopCoordinator(
+            store, rank, 2, next_boundary=0, timeout_seconds=20, poll_seconds=0.05
+        ) as stopper:
             assert stopper.should_stop(0) is None
             dist.barrier()
             started = time.monotonic()

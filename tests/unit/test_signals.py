@@ -17,6 +17,11 @@ from megatron_edit.train.signals import (
 )
 
 
+def listening() -> StopCoordinator:
+    """A lone rank that takes this process's signals."""
+    return StopCoordinator(HashStore(), 0, 1, next_boundary=0, timeout_seconds=5, poll_seconds=0.01)
+
+
 def coordinator(
     store: Store, rank: int, world_size: int, *, timeout_seconds: float = 10, minutes: float | None = None
 ) -> StopCoordinator:
@@ -112,7 +117,9 @@ def test_silent_rank_is_named_after_the_time_out() -> None:
     store = HashStore()
     with coordinator(store, 0, 3, timeout_seconds=0.2) as stopper, coordinator(store, 2, 3):
         stopper.request_stop("SIGTERM")
-        with pytest.raises(StopAgreementError, match=r"SIGTERM on rank 0.*no answer from rank 1 within 0\.2 s"):
+        with pytest.raises(
+            StopAgreementError, match=r"SIGTERM on rank 0.*no answer from rank 1 within 0\.2 s"
+        ):
             run_to_stop(stopper, 0)
 
 
@@ -133,7 +140,9 @@ def test_exit_duration_is_rank_0s_clock() -> None:
         started = time.monotonic()
         reason = run_to_stop(one, 0)
         assert time.monotonic() - started >= 0.09
-        assert reason is not None and reason.rank == 0 and "exit duration of 0.00166667 minutes" in str(reason)
+        assert (
+            reason is not None and reason.rank == 0 and "exit duration of 0.00166667 minutes" in str(reason)
+        )
         assert run_to_stop(two, 0) == reason
 
 
@@ -151,20 +160,23 @@ def test_store_that_is_gone_is_a_named_error() -> None:
         assert stopper.should_stop(0) is None
         os.kill(pid, signal.SIGKILL)
         assert exit_code(pid) == -signal.SIGKILL
-        with pytest.raises(StopAgreementError, match="rank 3: the store through which stop requests travel is gone"):
+        with pytest.raises(StopAgreementError, match=r"rank 3: the store through which stop .* is gone"):
             run_to_stop(stopper, 1)
     os.close(port_read)
     os.close(port_write)
 
 
 def test_a_boundary_left_out_is_a_programmer_error() -> None:
-    with coordinator(HashStore(), 0, 1) as stopper, pytest.raises(AssertionError, match="boundary 1, expected 0"):
+    with (
+        coordinator(HashStore(), 0, 1) as stopper,
+        pytest.raises(AssertionError, match="boundary 1, expected 0"),
+    ):
         stopper.should_stop(1)
 
 
 def test_handlers_and_wakeup_pipe_are_given_back() -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    stopper = StopCoordinator(HashStore(), 0, 1, next_boundary=0, timeout_seconds=5)
+    stopper = listening()
     assert all(signal.getsignal(number) not in before for number in STOP_SIGNALS)
     stopper.close()
     stopper.close()
@@ -176,18 +188,18 @@ def test_handlers_and_wakeup_pipe_are_given_back() -> None:
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_signal_to_this_process(number: signal.Signals) -> None:
-    with StopCoordinator(HashStore(), 0, 1, next_boundary=0, timeout_seconds=5, poll_seconds=0.01) as stopper:
+    with listening() as stopper:
         os.kill(os.getpid(), number)
         reason = run_to_stop(stopper, 0)
     assert reason is not None and reason.cause == number.name
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 1), (signal.SIGTERM, 0)])
-def test_second_interrupt_ends_at_once_and_second_sigterm_does_not(number: signal.Signals, expected: int) -> None:
+def test_second_interrupt_ends_at_once_second_sigterm_does_not(number: signal.Signals, expected: int) -> None:
     ready_read, ready_write = os.pipe()
 
     def child() -> None:
-        with StopCoordinator(HashStore(), 0, 1, next_boundary=0, timeout_seconds=5, poll_seconds=0.01) as stopper:
+        with listening() as stopper:
             os.write(ready_write, b"x")
             time.sleep(2.0)  # stands for a save
             assert stopper.should_stop(0) is not None
@@ -203,7 +215,7 @@ def test_second_interrupt_ends_at_once_and_second_sigterm_does_not(number: signa
 
 
 def test_ending_a_forked_child_is_no_request_to_its_parent() -> None:
-    with StopCoordinator(HashStore(), 0, 1, next_boundary=0, timeout_seconds=5, poll_seconds=0.01) as stopper:
+    with listening() as stopper:
         pid = fork(lambda: time.sleep(30))
         time.sleep(0.05)
         os.kill(pid, signal.SIGINT)  # Ctrl-C reaches the child of a process on a terminal, too
