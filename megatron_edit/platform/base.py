@@ -100,11 +100,13 @@ def _new_ordered_gloo(group: Any, _: Any) -> dist.ProcessGroupGloo:
 def quiet_megatron_warnings() -> None:
     """Drops warnings about megatron-core's own choices, which a user can do nothing about.
 
-    On import it misses Apex and Transformer Engine (neither is needed); in training it calls two collectives
-    by names that torch 2.13 has deprecated.
+    On import it misses Apex and Transformer Engine (neither is needed); its config deprecates its own default; in
+    training it calls two collectives by names that torch 2.13 has deprecated, and looks at gradients of views.
     """
     for category, message in (
         (UserWarning, r"(Transformer Engine and )?Apex (is|are) not installed"),
+        (UserWarning, r"full scope is deprecated"),
+        (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf"),
         (FutureWarning, r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"),
     ):
         warnings.filterwarnings("ignore", message, category)

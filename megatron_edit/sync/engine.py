@@ -27,7 +27,7 @@ from megatron_edit.sync.methods import get_method
 from megatron_edit.sync.modules import GradientReducer, ModuleShard, ReplicaDataParallel, collect_modules
 from megatron_edit.sync.outer import nesterov_step_
 from megatron_edit.sync.penalty import clip_coefficient, effective_replicas, replica_weights
-from megatron_edit.sync.transport import InFlight, SyncTransport
+from megatron_edit.sync.transport import SyncTransport
 from megatron_edit.sync.trigger import StepTrigger
 
 Observer = Callable[[str, ModuleShard], None]
@@ -63,7 +63,7 @@ class _Pending:
     weight: float
     rolled_back: bool
     buffer: torch.Tensor | None = None
-    work: InFlight | None = None
+    work: dist.Work | None = None
 
 
 class SyncEngine:
@@ -225,10 +225,12 @@ class SyncEngine:
         self._launch_through(module.index)
         anchor, momentum = self.anchor[module.index], self.outer_momentum[module.index]
         platform = self.mesh.platform
+        started = platform.record_event()
         with platform.stream(platform.sync_stream()):
             if not pending.rolled_back:
-                assert pending.buffer is not None and pending.work is not None
-                pending.work.wait()
+                assert pending.buffer is not None
+                if pending.work is not None:
+                    pending.work.wait()
                 beta = self._clip_coefficient(module, pending.buffer)
                 self._clip_coefficients[module.index] = beta
                 nesterov_step_(
@@ -239,6 +241,7 @@ class SyncEngine:
             module.write_masters(anchor)
             updated = platform.record_event()
         platform.wait_event(updated)
+        self.transport.add_exposed(started, platform.record_event())
         self._pending[module.index] = None
         self._observe("complete", module)
         if not any(self._pending):

@@ -8,7 +8,6 @@ This file and `engine.py` are all that touches megatron-core's buckets.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +18,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket,
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
-from megatron_edit.model.llama import canonical_name, module_key
+from megatron_edit.model.names import canonical_name, module_key
 from megatron_edit.parallel.mesh import Mesh
 
 
@@ -142,7 +141,9 @@ class GradientReducer:
         platform = self._mesh.platform
         platform.wait_event(platform.record_event(), platform.sync_stream())
         with platform.stream(platform.sync_stream()):
-            group.grad_reduce_handle.wait()
+            if group.grad_reduce_handle is not None:  # None: the first batch waits for it by itself
+                group.grad_reduce_handle.wait()
+                group.grad_reduce_handle = _Finished()  # a second wait would write gloo's result once more
             self._reducing[group] = [
                 dist.all_reduce(shard, group=self._mesh.sync_group, async_op=True)
                 for shard in group.gradient_shards()
@@ -217,11 +218,10 @@ class ModuleBucketGroup(_ParamAndGradBucketGroup):
 class ReplicaDataParallel(DistributedDataParallel):
     """megatron-core's DDP inside one replica, one bucket per module on every stage and chunk."""
 
-    def __init__(self, *, reducer: GradientReducer, name_of: Callable[[str], str], **arguments: Any) -> None:
+    def __init__(self, *, reducer: GradientReducer, **arguments: Any) -> None:
         ddp_config = arguments["ddp_config"]
         assert ddp_config.use_distributed_optimizer and ddp_config.overlap_param_gather
         assert ddp_config.overlap_grad_reduce and ddp_config.num_distributed_optimizer_instances == 1
-        object.__setattr__(self, "_name_of", name_of)
         super().__init__(**arguments)
         assert not self.expert_parallel_bucket_groups, "mixture of experts is refused by the checks"
         for group in self.bucket_groups:
@@ -232,7 +232,7 @@ class ReplicaDataParallel(DistributedDataParallel):
         """What megatron-core compares bucket sizes with: edges of modules, whatever the stage."""
         parameters = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         assert len({p.dtype for _, p in parameters}) == 1, "one dtype, one buffer"
-        return ModuleEdges([module_key(self._name_of(name)) for name, _ in reversed(parameters)])
+        return ModuleEdges([module_key(canonical_name(self.module, name)) for name, _ in reversed(parameters)])
 
     @bucket_size.setter
     def bucket_size(self, value: int | None) -> None:

@@ -10,22 +10,6 @@ import torch.distributed as dist
 from megatron_edit.platform.base import Platform
 
 
-class InFlight:
-    """An all-reduce under way over the sync group."""
-
-    def __init__(self, transport: SyncTransport, work: dist.Work | None) -> None:
-        self._transport = transport
-        self._work = work
-
-    def wait(self) -> None:
-        """The current stream (on a CPU: the host) goes on when the sum is there; the wait counts as exposed."""
-        if self._work is None:
-            return
-        before = self._transport.platform.record_event()
-        self._work.wait()
-        self._transport.add_wait(before, self._transport.platform.record_event())
-
-
 class SyncTransport:
     """What crosses the sync group, counted in bytes and in exposed time."""
 
@@ -38,12 +22,12 @@ class SyncTransport:
         self._waits: list[tuple[Any, Any]] = []
         self._bytes = 0
 
-    def all_reduce(self, flat: torch.Tensor) -> InFlight:
-        """Sum of flat [n] over the replicas, in place, without waiting. Nothing travels for n = 0 or one replica."""
+    def all_reduce(self, flat: torch.Tensor) -> dist.Work | None:
+        """Sum of flat [n] over the replicas, in place, without waiting; None where nothing travels."""
         if flat.numel() == 0 or self._sync_group.size() == 1:
-            return InFlight(self, None)
+            return None
         self._bytes += flat.numel() * flat.element_size()
-        return InFlight(self, dist.all_reduce(flat, group=self._sync_group, async_op=True))
+        return dist.all_reduce(flat, group=self._sync_group, async_op=True)
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """flat [n] := that of replica 0; blocking."""
@@ -57,8 +41,8 @@ class SyncTransport:
         dist.all_gather(rows, vector, group=self._control_group)
         return torch.stack(rows)
 
-    def add_wait(self, start: Any, end: Any) -> None:
-        """Counts the time between two events as exposed."""
+    def add_exposed(self, start: Any, end: Any) -> None:
+        """Counts the time between two events of the computing stream as exposed."""
         self._waits.append((start, end))
 
     def take_traffic(self) -> tuple[int, float]:

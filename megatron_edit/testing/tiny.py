@@ -1,0 +1,115 @@
+"""A tiny Llama on any layout, for tests: the fixture of the field reports, and one call that builds a replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_edit.config.derive import resolve
+from megatron_edit.config.schema import Config
+from megatron_edit.config.settings import with_values
+from megatron_edit.parallel.layout import Layout
+from megatron_edit.parallel.mesh import Mesh, build_mesh
+from megatron_edit.platform import get_platform
+from megatron_edit.sync.engine import Observer
+from megatron_edit.train.replica import Replica, build_replica
+
+VOCABULARY = 259  # of the byte tokenizer
+
+TINY: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 8,
+    "num_query_groups": 2,
+    "seq_length": 32,
+    "untie_embeddings_and_output_weights": True,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "train_iters": 6,
+    "lr": 1e-3,
+    "lr_decay_style": "constant",
+    "weight_decay": 0.1,
+    "clip_grad": 1.0,
+    "edit_sync_interval": 3,
+    "edit_num_replicas": 1,
+    "mock_data": True,
+    "device": "cpu",
+    "seed": 1234,
+    "distributed_timeout_seconds": 60,
+}
+
+
+def tiny_config(world_size: int, **settings: Any) -> Config:
+    """The fixture with `settings` changed, resolved for `world_size` ranks of one node."""
+    config = with_values(Config(), {**TINY, **settings}, "flag")
+    return resolve(config, world_size, world_size, "cpu")
+
+
+def layout_of(config: Config, world_size: int) -> Layout:
+    """The grid that `config` asks for."""
+    parallel = config.parallel
+    assert config.edit.edit_num_replicas is not None
+    return Layout.from_world(
+        world_size,
+        num_replicas=config.edit.edit_num_replicas,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        cp=parallel.context_parallel_size,
+    )
+
+
+def tiny_mesh(config: Config) -> Mesh:
+    """The mesh of `config` over the ranks that run; collective."""
+    platform = get_platform("cpu")
+    platform.initialize()
+    return build_mesh(
+        layout_of(config, dist.get_world_size()),
+        platform,
+        timeout_seconds=config.parallel.distributed_timeout_seconds,
+        virtual_pipeline_model_parallel_size=virtual_stages(config),
+    )
+
+
+def virtual_stages(config: Config) -> int | None:
+    """Chunks per stage of an interleaved pipeline, else None."""
+    layers = config.parallel.num_layers_per_virtual_pipeline_stage
+    if layers is None:
+        return None
+    return config.model.num_layers // config.parallel.pipeline_model_parallel_size // layers
+
+
+def tiny_replica(config: Config, observer: Observer | None = None) -> Replica:
+    """Mesh and replica of `config`; collective."""
+    return build_replica(config, tiny_mesh(config), VOCABULARY, observer)
+
+
+def tiny_batch(
+    config: Config, mesh: Mesh, iteration: int, *, masked: bool = False
+) -> list[dict[str, torch.Tensor]]:
+    """This rank's microbatches of `iteration`, a slice of one global batch that depends on nothing else.
+
+    `masked`: a pseudo-random third of the tokens does not count, unevenly over samples.
+    """
+    training = config.training
+    assert training.global_batch_size is not None
+    generator = torch.Generator().manual_seed(1_000_003 * iteration + 7)
+    shape = (training.global_batch_size, config.model.seq_length + 1)
+    samples = torch.randint(0, VOCABULARY, shape, generator=generator)
+    mask = torch.ones(shape[0], shape[1] - 1)
+    if masked:
+        mask = (torch.rand(mask.shape, generator=generator) < torch.linspace(0.3, 1.0, shape[0])[:, None]).float()
+    per_replica = training.global_batch_size // mesh.num_replicas
+    per_shard = per_replica // mesh.layout.dp
+    start = mesh.replica * per_replica + mesh.place.dp * per_shard
+    result = []
+    for first in range(start, start + per_shard, training.micro_batch_size):
+        rows = slice(first, first + training.micro_batch_size)
+        result.append({
+            "tokens": samples[rows, :-1].contiguous(),
+            "labels": samples[rows, 1:].contiguous(),
+            "loss_mask": mask[rows],
+        })  # fmt: skip
+    return result

@@ -1,0 +1,75 @@
+"""One optimizer step of a replica: forward and backward over its microbatches, reduce, update, sync."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+
+from megatron_edit.train.replica import Replica
+
+Microbatch = dict[str, torch.Tensor]  # tokens, labels, position_ids [b, S] int64; loss_mask [b, S] fp32
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one step did. `loss_sum` and `tokens` are this rank's and stay on the device: reading them waits."""
+
+    loss_sum: torch.Tensor  # 0-d fp32, sum of masked token losses; 0 except on the last pipeline stage
+    tokens: torch.Tensor  # 0-d, tokens that count; 0 except on the last pipeline stage
+    grad_norm: float  # of the replica's gradient, before clipping
+    updated: bool  # False: no token counted, or fp16 overflow; the parameters are as before
+
+
+class TrainStep:
+    """Runs steps of one replica. The sync happens inside the forward pass; see `sync/engine.py`."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self._tokens_in_step: torch.Tensor | None = None
+        config = replica.transformer_config
+        config.grad_scale_func = replica.optimizer.scale_loss
+        config.finalize_model_grads_func = self._finalize_gradients
+        no_sync = [chunk.no_sync for chunk in replica.chunks]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def run(self, microbatches: list[Microbatch], learning_rate: float) -> StepOutcome:
+        """One step on this rank's microbatches with the inner optimizer at `learning_rate`."""
+        replica = self.replica
+        for chunk in replica.chunks:
+            chunk.zero_grad_buffer()
+        replica.optimizer.zero_grad()
+        replica.set_learning_rate(learning_rate)
+        losses = replica.forward_backward(microbatches)
+        if self._counts_no_token():
+            updated, grad_norm = False, 0.0  # Adam would decay the weights and move on its momentum
+        else:
+            updated, grad_norm, _ = replica.optimizer.step()
+        replica.engine.after_step(updated)
+        loss_sum, tokens = sum_losses(losses, replica.mesh.platform.device)
+        return StepOutcome(loss_sum, tokens, float(grad_norm or 0.0), bool(updated))
+
+    def _finalize_gradients(
+        self, model: list[torch.nn.Module], num_tokens: torch.Tensor, **megatron_arguments: Any
+    ) -> None:
+        """megatron-core's own, inside the replica; in synchronous steps tokens are counted over all replicas."""
+        if self.replica.engine.synchronous and self.replica.mesh.num_replicas > 1:
+            dist.all_reduce(num_tokens, group=self.replica.mesh.sync_group)
+        finalize_model_grads(model, num_tokens, **megatron_arguments)
+        self._tokens_in_step = num_tokens
+
+    def _counts_no_token(self) -> bool:
+        assert self._tokens_in_step is not None
+        return not bool(self._tokens_in_step > 0)  # megatron-core has just read the same number
+
+
+def sum_losses(losses: list[dict[str, torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss sum, tokens) of one pass over the microbatches; zeros where the loss is not computed."""
+    if not losses:
+        return torch.zeros((), device=device), torch.zeros((), device=device)
+    total = torch.stack([loss["lm loss"].detach().float() for loss in losses]).sum(dim=0)  # [2]
+    return total[0], total[1]
+
