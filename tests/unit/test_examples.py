@@ -21,10 +21,8 @@ def test_there_are_recipes() -> None:
 def test_recipe_fits_its_nodes(path: Path, num_replicas: int, tmp_path: Path) -> None:
     """Without --edit-num-replicas, as examples/slurm/pretrain.sbatch starts it."""
     folder = str(tmp_path / "checkpoints")
-    config = load_config(
-        ["--config", str(path), "--data-path", "corpus", "--tokenizer-type", "ByteTokenizer"]
-        + ["--save", folder, "--load", folder]
-    )
+    data = ["--data-path", "corpus", "--tokenizer-type", "ByteTokenizer"]
+    config = load_config(["--config", str(path), *data, "--save", folder, "--load", folder])
     world_size = GPUS_PER_NODE * NODES_PER_REPLICA.get(path.stem, 1) * num_replicas
     assert check(config, world_size, GPUS_PER_NODE, "cuda") == []
     config = resolve(config, world_size, GPUS_PER_NODE, "cuda")
