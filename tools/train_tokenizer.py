@@ -2,7 +2,7 @@
 """A sentencepiece BPE tokenizer from text.
 
 python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 4096 --output-prefix data/tokenizer
-writes data/tokenizer.model; train with --tokenizer-type SentencePieceTokenizer --tokenizer-model and that path.
+writes data/tokenizer.model, for --tokenizer-type SentencePieceTokenizer.
 """
 
 import argparse

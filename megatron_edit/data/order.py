@@ -112,23 +112,24 @@ class SampleOrder:
     def _draw(self, dataset: int, size: int, draws: np.ndarray) -> np.ndarray:
         """Sample of each of the `draws` [n] from one dataset that is gone through epoch after epoch."""
         epochs, samples = np.divmod(draws, size)
-        if self.shuffle:
-            for epoch in np.unique(epochs):
-                mine = epochs == epoch
-                samples[mine] = permute(samples[mine], size, round_keys(self.seed, dataset, int(epoch)))
-        return samples
+        if not self.shuffle or not len(draws):
+            return samples
+        found, which = np.unique(epochs, return_inverse=True)
+        keys = np.stack([round_keys(self.seed, dataset, int(epoch)) for epoch in found])
+        return permute(samples, size, keys[which])
 
 
 @lru_cache(maxsize=4096)
-def round_keys(seed: int, dataset: int, epoch: int) -> tuple[int, ...]:
-    """One 64-bit key for each Feistel round, out of a 512-bit hash of what the order depends on."""
+def round_keys(seed: int, dataset: int, epoch: int) -> np.ndarray:
+    """A key for each Feistel round, uint64 [FEISTEL_ROUNDS], out of a hash of what the order depends on."""
     source = f"sample order {seed} {dataset} {epoch}".encode()
     digest = hashlib.blake2b(source, digest_size=8 * FEISTEL_ROUNDS).digest()
-    return tuple(int(key) for key in np.frombuffer(digest, dtype="<u8"))
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
-def permute(indices: np.ndarray, size: int, keys: Sequence[int]) -> np.ndarray:
-    """A keyed permutation of range(size) at `indices` [n] int64, in constant memory.
+def permute(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
+    """Keyed permutations of range(size) at `indices` [n] int64, in constant memory; `keys` are uint64
+    [n, FEISTEL_ROUNDS], equal for indices of the same permutation.
 
     A balanced Feistel network over the next power of 4 (below 4 * size), walked until the value falls
     below `size` (cycle walking: Black & Rogaway 2002, "Ciphers with arbitrary finite domains").
@@ -140,8 +141,8 @@ def permute(indices: np.ndarray, size: int, keys: Sequence[int]) -> np.ndarray:
     todo = np.arange(len(values))
     while todo.size:
         left, right = values[todo] >> half, values[todo] & mask
-        for key in keys:
-            left, right = right, left ^ (mix64(right ^ np.uint64(key)) & mask)
+        for key in keys[todo].T:
+            left, right = right, left ^ (mix64(right ^ key) & mask)
         values[todo] = (left << half) | right
         todo = todo[values[todo] >= size]
     return values.astype(np.int64)

@@ -81,7 +81,7 @@ def train_sentencepiece(
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = str(error).splitlines()[-1].strip()
+        reason = str(error).rsplit("] ", 1)[-1].strip()  # after the library's file, line and condition
         raise DataError(f"--vocab-size {vocab_size} does not fit this text: {reason}") from None
     path = Path(f"{output_prefix}.model")
     partial = Path(f"{path}.partial-{os.getpid()}")
