@@ -4,6 +4,7 @@ numbers and values that would work. `config` is resolved; each check yields noth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron_edit.config.derive import batch_plan, model_ranks
@@ -168,17 +169,15 @@ def check_model(config: Config) -> Iterator[str]:
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: "
             f"{nearest_divisors(heads, groups)} groups would work"
         )
-    if heads % tp:
-        yield (
-            f"--num-attention-heads {heads} is not divisible by {TP} {tp}: a tensor parallel size of "
-            f"{nearest_divisors(heads, tp)} would work"
-        )
-    if groups % tp:
-        largest = max(d for d in divisors(groups) if heads % d == 0 and d <= tp)
-        yield (
-            f"--num-query-groups {groups} cannot be split over {TP} {tp} (key/value heads are not "
-            f"replicated): the largest tensor parallel size that works is {largest}"
-        )
+    for flag, number in (("--num-attention-heads", heads), ("--num-query-groups", groups)):
+        if number % tp:
+            why = "" if number == heads else " (key/value heads are not replicated)"
+            largest = max(d for d in divisors(math.gcd(heads, groups)) if d < tp)
+            yield (
+                f"{flag} {number} cannot be split over {TP} {tp}{why}: the largest tensor parallel size that "
+                f"works is {largest}"
+            )
+            break
     if ffn % tp:
         works = nearest_multiples(ffn, tp)
         yield f"--ffn-hidden-size {ffn} is not divisible by {TP} {tp}: {works} would work"
@@ -187,7 +186,7 @@ def check_model(config: Config) -> Iterator[str]:
             f"--sequence-parallel needs a --seq-length that {TP} {tp} divides, not {model.seq_length}: "
             f"{nearest_multiples(model.seq_length, tp)} would work"
         )
-    slices = 2 * cp * (tp if config.parallel.sequence_parallel else 1)
+    slices = math.lcm(2 * cp, cp * tp if config.parallel.sequence_parallel else 1)  # two slices a rank
     if cp > 1 and model.seq_length % slices:
         yield (
             f"{CP} {cp} needs a --seq-length that {slices} divides, not {model.seq_length}: "

@@ -110,5 +110,5 @@ def _as_kind(setting: Setting, value: Any) -> Any:
 
 
 def _nearest_key(key: str) -> list[str]:
-    keys = [name for name, setting in SETTINGS.items() if setting.section != "command"]
+    keys = [*SECTIONS, *SETTINGS]
     return difflib.get_close_matches(key.replace("-", "_").lower(), keys, n=1)
