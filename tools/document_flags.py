@@ -93,10 +93,7 @@ def _megatron() -> str:
     lines += ["Accepted with one value:", ""]
     lines += _table(
         ["flag", "value", "because"],
-        [
-            [f"`{f}`", " or ".join(f"`{v}`" for v in e.allowed or ()), e.reason]
-            for f, e in sorted(limited.items())
-        ],
+        [[f"`{f}`", " or ".join(f"`{v}`" for v in e.allowed or ()), e.reason] for f, e in sorted(limited.items())],
     )
     lines += ["", "Refused (and every flag that begins with `--moe-`):", ""]
     lines += _table(["flag", "because"], [[f"`{f}`", e.reason] for f, e in sorted(refused.items())])

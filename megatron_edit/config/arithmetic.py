@@ -9,9 +9,7 @@ from megatron_edit.config.values import parse_split
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:
     """Parameters of a resolved `model` with `vocab_size` tokens, without the padding of the vocabulary."""
-    assert model.kv_channels and model.num_query_groups and model.ffn_hidden_size, (
-        "the config is not resolved"
-    )
+    assert model.kv_channels and model.num_query_groups and model.ffn_hidden_size, "the config is not resolved"
     hidden = model.hidden_size
     query = model.num_attention_heads * model.kv_channels
     key_value = model.num_query_groups * model.kv_channels
@@ -28,9 +26,7 @@ def planned_syncs(config: Config) -> int:
     """Syncs up to the last iteration: after the synchronous warm-up, one every --edit-sync-interval."""
     if config.edit.edit_method == "baseline" or config.training.train_iters is None:
         return 0
-    return (
-        max(0, config.training.train_iters - config.edit.edit_warmup_steps) // config.edit.edit_sync_interval
-    )
+    return max(0, config.training.train_iters - config.edit.edit_warmup_steps) // config.edit.edit_sync_interval
 
 
 def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> str:
@@ -50,8 +46,7 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> 
     iters, batch = training.train_iters or 0, plan.global_batch_size
     stage = model.num_layers // pp
     lines = [
-        f"mesh: {world_size} ranks = sync {plan.num_replicas} x dp {plan.shard_size} x pp {pp} x cp {cp} "
-        f"x tp {tp}",
+        f"mesh: {world_size} ranks = sync {plan.num_replicas} x dp {plan.shard_size} x pp {pp} x cp {cp} x tp {tp}",
         f"replicas: {plan.num_replicas} of {replica_ranks} ranks each: ranks {', '.join(shown)}",
         f"layers: {model.num_layers} = {pp} stages x {stage}"
         + (
@@ -77,7 +72,5 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> 
         shares = " / ".join(f"{share:.4g}" for share in parse_split(config.data.split))
         lines.append(f"split: training / validation / test = {shares}")
     if vocab_size is not None:
-        lines.append(
-            f"parameters: {count_parameters(model, vocab_size):,} (vocabulary {vocab_size}, not padded)"
-        )
+        lines.append(f"parameters: {count_parameters(model, vocab_size):,} (vocabulary {vocab_size}, not padded)")
     return "\n".join(lines)

@@ -54,10 +54,7 @@ def check_schedule(config: Config) -> Iterator[str]:
     if optimizer.min_lr > optimizer.lr:
         yield f"--min-lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}, the peak"
     if optimizer.lr_warmup_init > optimizer.lr:
-        yield (
-            f"--lr-warmup-init {optimizer.lr_warmup_init:g} is above --lr {optimizer.lr:g}, "
-            "the end of the warm-up"
-        )
+        yield (f"--lr-warmup-init {optimizer.lr_warmup_init:g} is above --lr {optimizer.lr:g}, the end of the warm-up")
     yield from _check_schedule_lengths(config)
 
 
@@ -70,14 +67,8 @@ def _check_schedule_lengths(config: Config) -> Iterator[str]:
         return
     lengths = schedule_lengths(optimizer, training.train_iters, training.global_batch_size)
     unit, per = ("iterations", training.global_batch_size) if _in_iterations(config) else ("samples", 1)
-    warmup, decay, wsd_decay = (
-        f"{n / per:g} {unit}" for n in (lengths.warmup, lengths.decay, lengths.wsd_decay)
-    )
-    whose = (
-        "the run, as --lr-decay-iters is not given"
-        if not _decay_is_given(config)
-        else "--lr-decay-iters/-samples"
-    )
+    warmup, decay, wsd_decay = (f"{n / per:g} {unit}" for n in (lengths.warmup, lengths.decay, lengths.wsd_decay))
+    whose = "the run, as --lr-decay-iters is not given" if not _decay_is_given(config) else "--lr-decay-iters/-samples"
     if lengths.warmup >= lengths.decay:
         yield (
             f"the warm-up of {warmup} (--lr-warmup-iters/-samples/-fraction) is not shorter than the decay "
@@ -127,11 +118,7 @@ def check_recompute(config: Config) -> Iterator[str]:
             )
             return
     elif method is not None or layers is not None:
-        given = [
-            name
-            for name in ("recompute_method", "recompute_num_layers")
-            if value_of(config, name) is not None
-        ]
+        given = [name for name in ("recompute_method", "recompute_num_layers") if value_of(config, name) is not None]
         shown = " and ".join(f"{flag_of(name)} {value_of(config, name)}" for name in given)
         yield f"{shown} needs --recompute-granularity full, not {granularity or 'none'}"
         return
@@ -155,10 +142,7 @@ def check_data(config: Config) -> Iterator[str]:
         yield f"--mock-data and {flag_of(given[0])} are both given: give one"
     if data.data_path and len(given) > 1:
         others = " and ".join(flag_of(name) for name in given if name != "data_path")
-        yield (
-            f"--data-path (split by --split) and {others} (one corpus for each split) are both given: "
-            "give one kind"
-        )
+        yield (f"--data-path (split by --split) and {others} (one corpus for each split) are both given: give one kind")
     if not data.mock_data and not data.data_path and not data.train_data_path:
         yield "no training data: give --data-path, or --train-data-path, or --mock-data"
     for name in given:
@@ -220,10 +204,7 @@ def check_folders(config: Config) -> Iterator[str]:
         yield f"--save-interval {config.checkpoint.save_interval} needs --save DIR"
     first_start = save is not None and load is not None and Path(load).absolute() == Path(save).absolute()
     if load is not None and not Path(load).is_dir() and not first_start:
-        yield (
-            f"--load {load} is not a folder; only a --load that equals --save may be missing, "
-            "for a first start"
-        )
+        yield (f"--load {load} is not a folder; only a --load that equals --save may be missing, for a first start")
     for name in ("save", "tensorboard_dir"):
         folder = value_of(config, name)
         if folder is not None:

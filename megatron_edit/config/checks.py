@@ -28,9 +28,7 @@ def check(config: Config, world_size: int, local_world_size: int, device: str) -
     `device`: "cpu" or "cuda", what the machine has. Pure apart from looking at paths; creates nothing.
     """
     by_itself = {
-        name: problem
-        for name in SETTINGS
-        if (problem := value_problem(SETTINGS[name], value_of(config, name)))
+        name: problem for name in SETTINGS if (problem := value_problem(SETTINGS[name], value_of(config, name)))
     }
     # what follows looks at relations, and takes the default for a value that is bad by itself
     sane = with_values(config, {name: SETTINGS[name].default for name in by_itself})
@@ -48,9 +46,7 @@ def check(config: Config, world_size: int, local_world_size: int, device: str) -
         check_evaluation(sane),
         check_folders(sane),
     )
-    return [f"{flag_of(name)} {problem}" for name, problem in by_itself.items()] + not_about(
-        by_itself, related
-    )
+    return [f"{flag_of(name)} {problem}" for name, problem in by_itself.items()] + not_about(by_itself, related)
 
 
 def not_about(names: Iterable[str], problems: Iterable[str]) -> list[str]:

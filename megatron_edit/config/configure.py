@@ -10,9 +10,7 @@ from megatron_edit.config.flags import read_config
 from megatron_edit.config.schema import Config, ConfigError
 
 
-def configure(
-    argv: Sequence[str], environment: Mapping[str, str], device: str
-) -> tuple[Config, BatchPlan | None]:
+def configure(argv: Sequence[str], environment: Mapping[str, str], device: str) -> tuple[Config, BatchPlan | None]:
     """The resolved, checked Config of `argv` and its batch plan.
 
     `environment`: WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun sets them (1 without torchrun). `device`:

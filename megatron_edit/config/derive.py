@@ -49,11 +49,7 @@ class ScheduleLengths:
 def model_ranks(config: Config) -> int:
     """Ranks that hold one copy of the model: TP x PP x CP."""
     parallel = config.parallel
-    return (
-        parallel.tensor_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.context_parallel_size
-    )
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
 
 
 def default_num_replicas(config: Config, world_size: int, local_world_size: int) -> int | None:

@@ -122,8 +122,7 @@ def _take_switch(flag: str, values: list[str], result: _Flags) -> None:
     setting = _SWITCH_ON.get(flag) or _SWITCH_OFF[flag]
     if values:
         result.problems.append(
-            f"{flag} is a switch and takes no value, but {values[0]!r} follows it; {setting.negative_flag} "
-            "turns it off"
+            f"{flag} is a switch and takes no value, but {values[0]!r} follows it; {setting.negative_flag} turns it off"
         )
         result.doubtful.add(setting.name)
         return

@@ -100,9 +100,7 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     "--dist-ckpt-format": _only("torch_dist", reason="checkpoints are written with torch_dist"),
     "--expert-model-parallel-size": _only("1", reason=_DENSE_ONLY),
     "--expert-tensor-parallel-size": _only("1", reason=_DENSE_ONLY),
-    "--dataloader-type": _only(
-        "single", reason="the order of samples is fixed by seed and epoch (docs: the data)"
-    ),
+    "--dataloader-type": _only("single", reason="the order of samples is fixed by seed and epoch (docs: the data)"),
     "--weight-decay-incr-style": _only("constant", reason="the weight decay is constant"),
     "--num-distributed-optimizer-instances": _only("1", reason=_SYNC_AXIS),
     "--data-parallel-sharding-strategy": _only("no_shard", reason=_FSDP),
@@ -130,9 +128,7 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     "--openai-gelu": _refused("the MLP is SwiGLU"),
     "--quick-geglu": _refused("the MLP is SwiGLU"),
     "--onnx-safe": _refused("the MLP is SwiGLU"),
-    "--add-bias-linear": _refused(
-        "linear layers have no bias; --add-qkv-bias gives query, key and value one"
-    ),
+    "--add-bias-linear": _refused("linear layers have no bias; --add-qkv-bias gives query, key and value one"),
     "--apply-layernorm-1p": _refused("the norms are RMSNorm"),
     "--apply-residual-connection-post-layernorm": _refused(_LLAMA_ONLY),
     "--qk-layernorm": _refused("norms on queries and keys are not built here"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_edit.config.check_run import NEED_MODEL_FILE
 from megatron_edit.config.derive import schedule_lengths
 from megatron_edit.config.schema import Config
-from megatron_edit.config.settings import SETTINGS, flag_of, is_given
+from megatron_edit.config.settings import SETTINGS, flag_of, is_given, value_of
 
 
 def notes(config: Config) -> list[str]:
@@ -23,13 +23,11 @@ def _megatron_notes(config: Config) -> Iterator[str]:
 def _method_notes(config: Config) -> Iterator[str]:
     edit, train_iters = config.edit, config.training.train_iters
     if edit.edit_method == "baseline":
-        without_effect = [
-            flag_of(name)
-            for name, setting in SETTINGS.items()
-            if setting.section == "edit" and is_given(config, name)
-            and name not in ("edit_method", "edit_num_replicas")
-            and not (name == "edit_sync_interval" and edit.edit_sync_interval == 0)
-        ]  # fmt: skip
+        kept = {"edit_method", "edit_num_replicas"}
+        if edit.edit_sync_interval == 0:
+            kept.add("edit_sync_interval")  # it is what chose the baseline
+        names = [name for name, setting in SETTINGS.items() if setting.section == "edit" and name not in kept]
+        without_effect = [flag_of(name) for name in names if _was_changed(config, name)]
         if without_effect:
             yield f"with --edit-method baseline these have no effect: {' '.join(without_effect)}"
         return
@@ -104,5 +102,10 @@ def _other_notes(config: Config) -> Iterator[str]:
         yield f"--tokenizer-model has no effect with --tokenizer-type {data.tokenizer_type}"
     if data.vocab_size is not None and data.tokenizer_type != "NullTokenizer":
         yield f"--vocab-size has no effect with --tokenizer-type {data.tokenizer_type}: it has its own"
-    if is_given(config, "split") and not data.data_path and not data.mock_data:
+    if _was_changed(config, "split") and not data.data_path and not data.mock_data:
         yield "--split has no effect without --data-path"
+
+
+def _was_changed(config: Config, name: str) -> bool:
+    """Given, and to something else than the default (a file written by --print-config gives every default)."""
+    return is_given(config, name) and value_of(config, name) != SETTINGS[name].default

@@ -180,9 +180,7 @@ class TrainingConfig:
         None, "samples of one iteration of one replica; the global batch grows and shrinks with the replicas",
         minimum=1,
     )  # fmt: skip
-    train_iters: int | None = setting(
-        None, "optimizer steps of each replica; give this or --train-samples", minimum=0
-    )
+    train_iters: int | None = setting(None, "optimizer steps of each replica; give this or --train-samples", minimum=0)
     train_samples: int | None = setting(None, "samples over all replicas", minimum=0)
     exit_interval: int | None = setting(None, "save and stop after an iteration that this divides", minimum=1)
     exit_duration_in_mins: float | None = setting(None, "save and stop after this many minutes", above=0)
@@ -206,9 +204,7 @@ class OptimizerConfig:
     )
     lr_warmup_iters: int | None = setting(None, "iterations of linear warm-up", minimum=0)
     lr_warmup_samples: int | None = setting(None, "samples of linear warm-up", minimum=0)
-    lr_warmup_fraction: float | None = setting(
-        None, "warm-up as a share of the decay length", minimum=0, below=1
-    )
+    lr_warmup_fraction: float | None = setting(None, "warm-up as a share of the decay length", minimum=0, below=1)
     lr_warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", minimum=0)
     lr_decay_iters: int | None = setting(
         None, "iterations until the minimum is reached, warm-up included; default: the run's", minimum=1
@@ -221,9 +217,7 @@ class OptimizerConfig:
     lr_wsd_decay_style: str = setting(
         "linear", "WSD: shape of the final decay", choices=("linear", "cosine", "exponential", "minus_sqrt")
     )
-    weight_decay: float = setting(
-        0.1, "decoupled weight decay of matrices; norms and biases get none", minimum=0
-    )
+    weight_decay: float = setting(0.1, "decoupled weight decay of matrices; norms and biases get none", minimum=0)
     clip_grad: float = setting(1.0, "largest norm of a replica's gradient; 0 = off", minimum=0)
     adam_beta1: float = setting(0.9, "decay of the first moment", minimum=0, below=1)
     adam_beta2: float = setting(0.95, "decay of the second moment", minimum=0, below=1)

@@ -13,9 +13,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
     """
     parts = text.split(",")
     if len(parts) > 3:
-        raise ValueError(
-            f"has {len(parts)} fields, but there are three: training,validation,test, like 969,30,1"
-        )
+        raise ValueError(f"has {len(parts)} fields, but there are three: training,validation,test, like 969,30,1")
     shares = [_number(part) for part in parts] + [0.0] * (3 - len(parts))
     for part, share in zip(parts, shares, strict=False):
         if share is None or share < 0:

@@ -16,7 +16,8 @@ With p = samples consumed before the step, w = warm-up, d = decay length (warm-u
 Iteration k, counted from 1, steps with p = (k - 1) x global batch: with a warm-up the first step has the
 rate `init`. These are the values of megatron-core's OptimizerParamScheduler, which advances after each
 step; a test compares them one by one. Iterations and samples are the same thing at a constant batch: n
-iterations are n x batch samples. Unset, the decay is as long as the run."""
+iterations are n x batch samples. Unset, the decay is as long as the run.
+"""
 
 from __future__ import annotations
 

@@ -16,15 +16,11 @@ from megatron_edit.config.schema import DataConfig, ParallelConfig, TrainingConf
 BASE = "--mock-data --train-iters 100 --edit-sync-interval 10"
 
 
-def problems_of(
-    flags: str, world_size: int = 4, local_world_size: int | None = None, device: str = "cpu"
-) -> list[str]:
+def problems_of(flags: str, world_size: int = 4, local_world_size: int | None = None, device: str = "cpu") -> list[str]:
     return check(load_config(flags.split()), world_size, local_world_size or world_size, device)
 
 
-def resolved(
-    flags: str, world_size: int = 4, local_world_size: int | None = None, device: str = "cpu"
-) -> Config:
+def resolved(flags: str, world_size: int = 4, local_world_size: int | None = None, device: str = "cpu") -> Config:
     config = load_config(flags.split())
     local_world_size = local_world_size or world_size
     assert check(config, world_size, local_world_size, device) == []
@@ -142,9 +138,7 @@ def test_resolve_is_repeatable_and_derives_anew_for_other_ranks() -> None:
         (4, 1, 1, 2, 2),
     ],
 )
-def test_default_replicas_are_nodes_by_nodes_of_a_copy(
-    world: int, local: int, tp: int, pp: int, replicas: int
-) -> None:
+def test_default_replicas_are_nodes_by_nodes_of_a_copy(world: int, local: int, tp: int, pp: int, replicas: int) -> None:
     sizes = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
     config = resolved(f"{BASE} {sizes} --replica-batch-size 64", world, local)
     assert config.edit.edit_num_replicas == replicas
@@ -163,9 +157,7 @@ def test_replicas_that_cannot_be_derived_are_asked_for() -> None:
 def test_b17_layers_and_stages() -> None:
     flags = f"{BASE} --global-batch-size 8 --edit-num-replicas 1 --num-layers"
     (problem,) = problems_of(f"{flags} 5 --pipeline-model-parallel-size 2")
-    assert (
-        "--num-layers 5" in problem and "--pipeline-model-parallel-size 2" in problem and "4 or 6" in problem
-    )
+    assert "--num-layers 5" in problem and "--pipeline-model-parallel-size 2" in problem and "4 or 6" in problem
     assert problems_of(f"{flags} 6 --pipeline-model-parallel-size 2") == []
     (problem,) = problems_of(f"{flags} 30 --pipeline-model-parallel-size 4")
     assert "28 or 32" in problem and "3 or 5" in problem
@@ -197,9 +189,7 @@ def test_b42_key_value_heads_and_tensor_parallel() -> None:
     assert "the largest tensor parallel size that works is 2" in problem
     (problem,) = problems_of(f"{flags} 1 --tensor-model-parallel-size 2")
     assert "the largest tensor parallel size that works is 1" in problem
-    (problem,) = problems_of(
-        f"{flags} 3 --num-attention-heads 6 --hidden-size 60 --tensor-model-parallel-size 2"
-    )
+    (problem,) = problems_of(f"{flags} 3 --num-attention-heads 6 --hidden-size 60 --tensor-model-parallel-size 2")
     assert "the largest tensor parallel size that works is 1" in problem
     assert problems_of(f"{flags} 2 --tensor-model-parallel-size 2") == []
 
@@ -286,9 +276,7 @@ def test_evaluation_needs_validation_data() -> None:
     (problem,) = problems_of(f"{basics} --train-data-path a")
     assert "--valid-data-path" in problem
     (note,) = [
-        n
-        for n in notes(resolved(f"{basics} --data-path a --eval-iters 0 --edit-sync-interval 0"))
-        if "eval" in n
+        n for n in notes(resolved(f"{basics} --data-path a --eval-iters 0 --edit-sync-interval 0")) if "eval" in n
     ]
     assert "nothing is evaluated" in note
 
@@ -337,19 +325,11 @@ def test_notes_that_a_user_should_see() -> None:
     assert "ONE replica" not in found("--edit-num-replicas 2")
     assert "ONE replica" not in found("--edit-method baseline")
     assert "no sync would happen" in found("--edit-num-replicas 2 --edit-sync-interval 101")
-    assert "no sync would happen" in found(
-        "--edit-num-replicas 2 --edit-sync-interval 91 --edit-warmup-steps 10"
-    )
-    assert "no sync would happen" not in found(
-        "--edit-num-replicas 2 --edit-sync-interval 90 --edit-warmup-steps 10"
-    )
+    assert "no sync would happen" in found("--edit-num-replicas 2 --edit-sync-interval 91 --edit-warmup-steps 10")
+    assert "no sync would happen" not in found("--edit-num-replicas 2 --edit-sync-interval 90 --edit-warmup-steps 10")
     assert "whole run is synchronous" in found("--edit-num-replicas 2 --edit-warmup-steps 100")
-    assert "after the synchronous warm-up" in found(
-        "--edit-num-replicas 2 --lr-warmup-iters 10 --edit-warmup-steps 9"
-    )
-    assert "rate still rises" not in found(
-        "--edit-num-replicas 2 --lr-warmup-iters 10 --edit-warmup-steps 10"
-    )
+    assert "after the synchronous warm-up" in found("--edit-num-replicas 2 --lr-warmup-iters 10 --edit-warmup-steps 9")
+    assert "rate still rises" not in found("--edit-num-replicas 2 --lr-warmup-iters 10 --edit-warmup-steps 10")
     assert "--sequence-parallel is turned off" in found("--sequence-parallel")
     assert "--edit-outer-lr" in found("--edit-method baseline --edit-outer-lr 1")
     assert "--edit-sync-interval" in found("--edit-method baseline")
@@ -382,9 +362,7 @@ def test_describe_shows_the_mesh_and_the_syncs() -> None:
 
 def test_configure_reports_flags_and_relations_at_once() -> None:
     environment = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-    flags = (
-        f"{BASE} --micro-batch-sise 2 --tensor-model-parallel-size 2 --lr abc --global-batch-size 9".split()
-    )
+    flags = f"{BASE} --micro-batch-sise 2 --tensor-model-parallel-size 2 --lr abc --global-batch-size 9".split()
     with pytest.raises(ConfigError) as error:
         configure(flags, environment, "cpu")
     text = str(error.value)

@@ -79,9 +79,7 @@ def test_defaults_and_their_sources() -> None:
         assert not is_given(config, name)
 
 
-@pytest.mark.parametrize(
-    "flags", ["--lr 1e-3 --seed 7", "--lr=1e-3 --seed=7", "--lr 9 --seed=3 --seed=7 --lr 1e-3"]
-)
+@pytest.mark.parametrize("flags", ["--lr 1e-3 --seed 7", "--lr=1e-3 --seed=7", "--lr 9 --seed=3 --seed=7 --lr 1e-3"])
 def test_value_with_space_or_equals_and_the_last_one_holds(flags: str) -> None:
     config = load_config(flags.split())
     assert (config.optimizer.lr, config.training.seed) == (1e-3, 7)
@@ -161,9 +159,7 @@ def test_precedence_flag_yaml_preset_default(tmp_path: Path) -> None:
 
 
 def test_yaml_flat_grouped_and_mixed(tmp_path: Path) -> None:
-    flat = load_config(
-        ["--config", write(tmp_path, "lr: 1\nbf16: true\ndata_path: [0.5, a, 0.5, b]\nsave: out\n")]
-    )
+    flat = load_config(["--config", write(tmp_path, "lr: 1\nbf16: true\ndata_path: [0.5, a, 0.5, b]\nsave: out\n")])
     assert (flat.optimizer.lr, flat.training.bf16, flat.checkpoint.save) == (1.0, True, "out")
     assert isinstance(flat.optimizer.lr, float) and flat.data.data_path == ["0.5", "a", "0.5", "b"]
     text = "optimizer:\n  lr: 1\ntraining: {bf16: true}\ndata_path: a\nmodel:\nload: null\n"
@@ -171,9 +167,7 @@ def test_yaml_flat_grouped_and_mixed(tmp_path: Path) -> None:
     assert (grouped.optimizer.lr, grouped.training.bf16, grouped.data.data_path) == (1.0, True, ["a"])
     assert grouped.sources["load"] == "default"
     assert not load_config(["--config", write(tmp_path, "bf16: true"), "--no-bf16"]).training.bf16
-    assert load_config(["--config", write(tmp_path, "")]) == load_config(
-        ["--config", write(tmp_path, "# nothing\n")]
-    )
+    assert load_config(["--config", write(tmp_path, "")]) == load_config(["--config", write(tmp_path, "# nothing\n")])
 
 
 @pytest.mark.parametrize(

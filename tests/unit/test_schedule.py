@@ -71,9 +71,7 @@ def test_b60_every_iteration_equals_megatron_core(
 
 def test_b60_table_by_hand() -> None:
     def rates(warmup: int, decay: int | None, iterations: tuple[int, ...]) -> list[float]:
-        optimizer = OptimizerConfig(
-            lr=1.0, lr_decay_style="linear", lr_warmup_iters=warmup, lr_decay_iters=decay
-        )
+        optimizer = OptimizerConfig(lr=1.0, lr_decay_style="linear", lr_warmup_iters=warmup, lr_decay_iters=decay)
         schedule = LearningRateSchedule(optimizer, RUN, BATCH)
         return [round(schedule.at_iteration(k), 12) for k in iterations]
 
