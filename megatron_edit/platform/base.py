@@ -81,9 +81,7 @@ def ordered_gloo_backend() -> str:
     `new_group(backend="gloo", pg_options=...)` ignores the options (torch 2.13), hence a registered backend.
     """
     if _ORDERED_GLOO not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            _ORDERED_GLOO, _new_ordered_gloo, extended_api=True, devices=["cpu", "cuda"]
-        )
+        dist.Backend.register_backend(_ORDERED_GLOO, _new_ordered_gloo, extended_api=True, devices=["cpu", "cuda"])
     return _ORDERED_GLOO
 
 
@@ -100,8 +98,8 @@ def _new_ordered_gloo(group: Any, _: Any) -> dist.ProcessGroupGloo:
 def quiet_megatron_warnings() -> None:
     """Drops warnings about megatron-core's own choices, which a user can do nothing about.
 
-    On import it misses Apex and Transformer Engine (neither is needed); its config deprecates its own default; in
-    training it calls two collectives by names that torch 2.13 has deprecated, and looks at gradients of views.
+    On import it misses Apex and Transformer Engine (neither is needed); its config deprecates its own default;
+    in training it calls two collectives by names that torch 2.13 has deprecated, and looks at gradients of views.
     """
     for category, message in (
         (UserWarning, r"(Transformer Engine and )?Apex (is|are) not installed"),

@@ -159,9 +159,7 @@ def _answer_for_cuda() -> torch.library.Library:
 
 
 def _allocate_on_cpu() -> torch.library.Library:
-    def empty(
-        size: Any, *, dtype: Any = None, layout: Any = None, memory_format: Any = None, **_: Any
-    ) -> Any:
+    def empty(size: Any, *, dtype: Any = None, layout: Any = None, memory_format: Any = None, **_: Any) -> Any:
         return torch.ops.aten.empty.memory_format(
             size, dtype=dtype, layout=layout, device=_CPU, memory_format=memory_format
         )

@@ -54,9 +54,7 @@ class _Rank:
     stacks: IO[bytes]  # where the rank writes its stacks when asked to
     succeeded: bool | None = None  # None: no report yet
     value: Any = None  # result, or the text of the failure
-    failed_at: float = (
-        0.0  # time.monotonic of the failure; 0 when the rank died: peers' errors come from that
-    )
+    failed_at: float = 0.0  # time.monotonic of the failure; 0 when the rank died: peers' errors come from that
     exit_status: int | None = None
 
     def poll_exit(self) -> bool:
@@ -83,9 +81,10 @@ class _Rank:
 
     def kill(self) -> None:
         """Ends the rank and whatever it started (its process group), and reaps it."""
-        for kill in (os.killpg, os.kill):
-            with suppress(ProcessLookupError):
-                kill(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if not self.poll_exit():  # also a rank that has not come as far as its own group
+            os.kill(self.pid, signal.SIGKILL)
         while not self.poll_exit():
             time.sleep(0.005)
 
@@ -214,9 +213,7 @@ def _child(
         os._exit(0)
 
 
-def _init_rank(
-    rank: int, world_size: int, timeout_s: float, env: dict[str, str], listener: socket.socket
-) -> None:
+def _init_rank(rank: int, world_size: int, timeout_s: float, env: dict[str, str], listener: socket.socket) -> None:
     host, port = listener.getsockname()
     os.environ.update(
         RANK=str(rank),

@@ -15,7 +15,7 @@ SEQUENCE_LENGTH, BATCH_SIZE, VOCABULARY_SIZE = 16, 4, 64
 
 
 def train(rank, world_size, *, tensor_model_parallel_size, steps=4, dropout=0.0, recompute=False, bf16=False):
-    """Trains a two-layer GPTModel of megatron-core; returns the loss of each step and one gathered parameter."""
+    """Trains a two-layer GPTModel of megatron-core; returns each step's loss and the last norm's weight."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -78,7 +78,7 @@ def train(rank, world_size, *, tensor_model_parallel_size, steps=4, dropout=0.0,
             use_distributed_optimizer=True,
             params_dtype=config.params_dtype,
             overlap_param_gather=True,
-        ),  # fmt: skip
+        ),
         [model],
         use_gloo_process_groups=False,
     )
@@ -89,9 +89,7 @@ def train(rank, world_size, *, tensor_model_parallel_size, steps=4, dropout=0.0,
     def forward_step(iterator, model):
         tokens = next(iterator)  # [b, s + 1]
         positions = torch.arange(SEQUENCE_LENGTH, device="cuda").expand(len(tokens), -1)
-        mask = torch.ones(SEQUENCE_LENGTH, SEQUENCE_LENGTH, dtype=torch.bool, device="cuda").triu(1)[
-            None, None
-        ]
+        mask = torch.ones(1, 1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, dtype=torch.bool, device="cuda").triu(1)
         losses = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])  # [b, s]
         return losses, lambda output: (output.float().mean(), {"loss": output.float().mean().detach()})
 
@@ -103,9 +101,14 @@ def train(rank, world_size, *, tensor_model_parallel_size, steps=4, dropout=0.0,
         model.zero_grad_buffer()
         optimizer.zero_grad()
         (reduced,) = get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iter([tokens]), model=[model], num_microbatches=1,
-            seq_length=SEQUENCE_LENGTH, micro_batch_size=BATCH_SIZE, forward_only=False,
-        )  # fmt: skip
+            forward_step_func=forward_step,
+            data_iterator=iter([tokens]),
+            model=[model],
+            num_microbatches=1,
+            seq_length=SEQUENCE_LENGTH,
+            micro_batch_size=BATCH_SIZE,
+            forward_only=False,
+        )
         succeeded, gradient_norm, _ = optimizer.step()
         assert succeeded and gradient_norm > 0
         losses.append(reduced["loss"].item())
