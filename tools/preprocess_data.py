@@ -14,9 +14,7 @@ from megatron_edit.data.tool import run_tool
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Text or JSON lines to .bin/.idx for --data-path.", allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description="Text or JSON lines to .bin/.idx for --data-path.", allow_abbrev=False)
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="FILE",
         help=".jsonl or .json: one JSON object a line; any other name: plain text",

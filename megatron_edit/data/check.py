@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_edit.data.blend import SplitSource
 from megatron_edit.data.errors import DataError
-from megatron_edit.data.indexed import IndexedFiles, Manifest
+from megatron_edit.data.indexed import IndexedFiles, Manifest, sampled_pieces, sampled_sha256
 from megatron_edit.data.tokenizers import Tokenizer
 
 WHY_WANTED = {
@@ -69,7 +69,7 @@ def _open(prefix: str, tokenizer: Tokenizer, problems: list[str], notes: list[st
 def _check_tokenizer(files: IndexedFiles, tokenizer: Tokenizer) -> list[str]:
     manifest, prefix = Manifest.read(files.prefix), files.prefix
     if manifest is None:
-        largest = files.largest_sampled_id()
+        largest = max(int(piece.max()) for piece in sampled_pieces(files.tokens))
         note = [f"{prefix}: no manifest tells which tokenizer made it; a sample of its ids was checked"]
     else:
         largest, note = manifest.largest_token_id, []
@@ -79,6 +79,8 @@ def _check_tokenizer(files: IndexedFiles, tokenizer: Tokenizer) -> list[str]:
                 f"documents, {prefix}.idx of {files.total_tokens} in {len(files.lengths)}: "
                 "make the corpus anew"
             )
+        if manifest.sampled_sha256 != sampled_sha256(files.tokens):
+            raise DataError(f"{prefix}.bin is not the file that {Manifest.path(prefix)} was written for")
         if manifest.tokenizer_fingerprint != tokenizer.fingerprint:
             raise DataError(
                 f"{prefix} was made with another tokenizer: {manifest.tokenizer}, vocabulary "
@@ -120,6 +122,4 @@ def _check_size(
         problems.extend(short)
     else:
         notes.extend(short)
-        notes.append(
-            f"{name}: {samples} samples of {seq_length} tokens, from {tokens} tokens in {documents} documents"
-        )
+        notes.append(f"{name}: {samples} samples of {seq_length} tokens, from {tokens} tokens in {documents} documents")

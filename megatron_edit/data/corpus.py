@@ -29,7 +29,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_edit.data.errors import DataError
-from megatron_edit.data.indexed import IndexedWriter, Manifest, token_dtype
+from megatron_edit.data.indexed import IndexedWriter, token_dtype
 from megatron_edit.data.tokenizers import Tokenizer, build_tokenizer, replace_surrogates
 
 # One file one document, or cut at blank lines, or line by line.
@@ -183,9 +183,7 @@ def document_texts(batch: RawBatch, key: str | None) -> Iterator[tuple[str, int]
         yield text, replaced + surrogates
 
 
-def tokenize_batch(
-    batch: RawBatch, keys: Sequence[str], tokenizer: Tokenizer, append_eod: bool
-) -> list[TokenBatch]:
+def tokenize_batch(batch: RawBatch, keys: Sequence[str], tokenizer: Tokenizer, append_eod: bool) -> list[TokenBatch]:
     """Tokens of a batch for each key."""
     results = []
     for key in keys:
@@ -291,9 +289,7 @@ def preprocess(
         raise DataError(f"--json-keys is for .jsonl and .json files, {plain[0]} is plain text")
     tokenizer = spec.build()
     if append_eod and tokenizer.eod_id is None:
-        raise DataError(
-            f"--append-eod: the {tokenizer.name} given has no end id (eos_token); leave the flag out"
-        )
+        raise DataError(f"--append-eod: the {tokenizer.name} given has no end id (eos_token); leave the flag out")
 
     reports = [CorpusReport(f"{output_prefix}_{key}_document") for key in json_keys]
     with ExitStack() as stack:
@@ -314,22 +310,8 @@ def preprocess(
                 next_log = reports[0].documents + log_interval
         for report, writer in zip(reports, writers, strict=True):
             if report.documents == 0:
-                raise DataError(
-                    f"no document is left for {report.prefix}: all {report.skipped_documents} are empty"
-                )
-            writer.prepare(
-                Manifest(
-                    tokenizer=tokenizer.name,
-                    tokenizer_fingerprint=tokenizer.fingerprint,
-                    vocab_size=tokenizer.vocab_size,
-                    append_eod=append_eod,
-                    largest_token_id=writer.largest_token_id,
-                    documents=report.documents,
-                    tokens=report.tokens,
-                    skipped_documents=report.skipped_documents,
-                    replaced_characters=report.replaced_characters,
-                )
-            )
+                raise DataError(f"no document is left for {report.prefix}: all {report.skipped_documents} are empty")
+            writer.prepare(tokenizer, append_eod, report.skipped_documents, report.replaced_characters)
         for writer in writers:
             writer.finish()
     return reports

@@ -11,6 +11,7 @@ document marks (int64): the first sequence of each document and the end. Here a 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
@@ -23,6 +24,7 @@ from types import TracebackType
 import numpy as np
 
 from megatron_edit.data.errors import DataError
+from megatron_edit.data.tokenizers import Tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -38,7 +40,7 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What made a corpus. `largest_token_id` is -1 without tokens; sizes tie it to its .bin file."""
+    """What made a corpus. Sizes and `sampled_sha256` (of some pieces of the ids) tie it to its .bin file."""
 
     tokenizer: str
     tokenizer_fingerprint: str
@@ -47,6 +49,7 @@ class Manifest:
     largest_token_id: int
     documents: int
     tokens: int
+    sampled_sha256: str
     skipped_documents: int = 0
     replaced_characters: int = 0
     format: int = 1
@@ -64,9 +67,7 @@ class Manifest:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{cls.path(prefix)} cannot be read ({error!r}); delete it or make it anew"
-            ) from None
+            raise DataError(f"{cls.path(prefix)} cannot be read ({error!r}); delete it or make it anew") from None
 
 
 class IndexedFiles:
@@ -150,12 +151,21 @@ class IndexedFiles:
         for start in range(begin, end, CHUNK):
             yield self.tokens[start : min(start + CHUNK, end)].astype(np.int64)
 
-    def largest_sampled_id(self, windows: int = 64, width: int = 1 << 14) -> int:
-        """Largest id in evenly spaced windows (all of a corpus of up to windows * width tokens)."""
-        if self.total_tokens <= windows * width:
-            return int(self.tokens.max()) if self.total_tokens else -1
-        starts = np.linspace(0, self.total_tokens - width, windows).astype(np.int64)
-        return max(int(self.tokens[start : start + width].max()) for start in starts)
+
+def sampled_pieces(tokens: np.ndarray, windows: int = 64, width: int = 1 << 14) -> Iterator[np.ndarray]:
+    """Evenly spaced pieces of the ids; all of them in a corpus of up to windows * width (a million)."""
+    if len(tokens) <= windows * width:
+        yield tokens
+        return
+    for start in np.linspace(0, len(tokens) - width, windows).astype(np.int64):
+        yield tokens[start : start + width]
+
+
+def sampled_sha256(tokens: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for piece in sampled_pieces(tokens):
+        digest.update(piece.tobytes())
+    return digest.hexdigest()
 
 
 class IndexedWriter:
@@ -204,10 +214,13 @@ class IndexedWriter:
         self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).tobytes())
         self.lengths.extend(lengths)
 
-    def prepare(self, manifest: Manifest) -> None:
+    def prepare(
+        self, tokenizer: Tokenizer, append_eod: bool, skipped_documents: int = 0, replaced_characters: int = 0
+    ) -> None:
         """Completes the three files under their temporary names and makes them durable."""
+        assert self.total_tokens > 0, "a corpus without tokens cannot be read"
         _sync(self._bin)
-        lengths = np.frombuffer(self.lengths, dtype=np.int32) if self.lengths else np.empty(0, dtype=np.int32)
+        lengths = np.frombuffer(self.lengths, dtype=np.int32)
         code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
         with open(self._parts[".idx"], "wb") as stream:
             stream.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
@@ -221,6 +234,18 @@ class IndexedWriter:
             for start in range(0, len(lengths) + 1, CHUNK):
                 stream.write(np.arange(start, min(start + CHUNK, len(lengths) + 1), dtype="<i8").tobytes())
             _sync(stream)
+        manifest = Manifest(
+            tokenizer=tokenizer.name,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            vocab_size=tokenizer.vocab_size,
+            append_eod=append_eod,
+            largest_token_id=self.largest_token_id,
+            documents=len(lengths),
+            tokens=self.total_tokens,
+            sampled_sha256=sampled_sha256(np.memmap(self._parts[".bin"], mode="r", dtype=self.dtype)),
+            skipped_documents=skipped_documents,
+            replaced_characters=replaced_characters,
+        )
         with open(self._parts[".manifest.json"], "w", encoding="utf-8") as text:
             json.dump(asdict(manifest), text, indent=2)
             _sync(text)

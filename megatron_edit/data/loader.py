@@ -118,9 +118,7 @@ class MicrobatchLoader:
     def _read(self, consumed_samples: int) -> tuple[list[Microbatch], list[int]]:
         place = self.place
         mine = place.microbatches(consumed_samples, self.global_batch_size)
-        replica = replica_positions(
-            consumed_samples, self.global_batch_size, place.num_replicas, place.replica
-        )
+        replica = replica_positions(consumed_samples, self.global_batch_size, place.num_replicas, place.replica)
         sample_ids = self.order.sample_ids(np.arange(replica.start, replica.stop, dtype=np.int64))
         return read_microbatches(self.datasets, self.order, mine, self.pin_memory), sample_ids.tolist()
 

@@ -222,9 +222,7 @@ def evaluation_order(sizes: Sequence[int], weights: Sequence[float | str | Fract
     return SampleOrder(sizes, weights, shuffle=False)
 
 
-def replica_positions(
-    consumed_samples: int, global_batch_size: int, num_replicas: int, replica: int
-) -> range:
+def replica_positions(consumed_samples: int, global_batch_size: int, num_replicas: int, replica: int) -> range:
     """Global positions of one replica in the next iteration: the `replica`-th of equal contiguous slices of
     consumed_samples .. consumed_samples + global_batch_size - 1.
 
@@ -235,17 +233,14 @@ def replica_positions(
     if global_batch_size < 1 or global_batch_size % num_replicas:
         lower = max(1, global_batch_size // num_replicas) * num_replicas
         raise DataError(
-            f"--global-batch-size {global_batch_size} is no multiple of {num_replicas} replicas; "
-            f"{lower} would work"
+            f"--global-batch-size {global_batch_size} is no multiple of {num_replicas} replicas; {lower} would work"
         )
     size = global_batch_size // num_replicas
     start = consumed_samples + replica * size
     return range(start, start + size)
 
 
-def microbatch_positions(
-    replica_batch: range, micro_batch_size: int, shard_size: int, shard_rank: int
-) -> list[range]:
+def microbatch_positions(replica_batch: range, micro_batch_size: int, shard_size: int, shard_rank: int) -> list[range]:
     """Cuts a replica's slice into microbatches for one rank of its shard group.
 
     Microbatch m of shard rank s is the s-th run of `micro_batch_size` in the m-th run of

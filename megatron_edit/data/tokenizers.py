@@ -56,9 +56,7 @@ class Tokenizer(ABC):
             raise DataError(f"{self.name}: id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
         return [int(i) for i in ids]
 
-    def _plain_ids(
-        self, text: str, encode: Callable[[str], list[int]], marks: Mapping[int, str]
-    ) -> list[int]:
+    def _plain_ids(self, text: str, encode: Callable[[str], list[int]], marks: Mapping[int, str]) -> list[int]:
         """`encode(text)`; where that has the id of a mark, the mark's characters are encoded in two parts."""
         ids = encode(text)
         if marks.keys().isdisjoint(ids):
@@ -262,7 +260,5 @@ def build_tokenizer(
     else:
         tokenizer = HuggingFaceTokenizer(str(tokenizer_model))
     if vocab_size is not None and vocab_size != tokenizer.vocab_size:
-        raise DataError(
-            f"--vocab-size {vocab_size} is not the tokenizer's {tokenizer.vocab_size}: leave the flag out"
-        )
+        raise DataError(f"--vocab-size {vocab_size} is not the tokenizer's {tokenizer.vocab_size}: leave the flag out")
     return tokenizer

@@ -29,9 +29,7 @@ def training_pieces(inputs: Sequence[str], json_key: str) -> Iterator[str]:
                         yield line[start : start + PIECE_BYTES // 4]
 
 
-def train_sentencepiece(
-    inputs: Sequence[str], output_prefix: str, vocab_size: int, *, json_key: str = "text"
-) -> Path:
+def train_sentencepiece(inputs: Sequence[str], output_prefix: str, vocab_size: int, *, json_key: str = "text") -> Path:
     """Trains a BPE model and writes PREFIX.model (whole or not at all); returns its path.
 
     decode(encode(text)) is the text: no normalisation, no space added or removed, and bytes stand in for

@@ -132,9 +132,7 @@ def test_weights_are_exact_decimals() -> None:
     count=st.integers(1, 50),
 )
 @settings(deadline=None)
-def test_random_access_equals_slices(
-    sizes: list[int], weighted: bool, seed: int, start: int, count: int
-) -> None:
+def test_random_access_equals_slices(sizes: list[int], weighted: bool, seed: int, start: int, count: int) -> None:
     """Sample k is the same asked alone, in a slice, or in any order; far beyond the first epoch too."""
     order = SampleOrder(sizes, list(range(1, len(sizes) + 1)) if weighted else None, seed=seed)
     datasets, samples = order.lookup(span(start, start + count))
@@ -164,9 +162,7 @@ def test_layouts_cut_the_global_batch_without_gap(
     for replica in range(num_replicas):
         batch = replica_positions(consumed, batch_size, num_replicas, replica)
         cuts = [microbatch_positions(batch, micro, shard_size, rank) for rank in range(shard_size)]
-        in_order = [
-            k for m in range(replica_microbatches) for rank in range(shard_size) for k in cuts[rank][m]
-        ]
+        in_order = [k for m in range(replica_microbatches) for rank in range(shard_size) for k in cuts[rank][m]]
         assert in_order == list(batch), "microbatch by microbatch, shard rank by shard rank"
         taken += in_order
     assert taken == list(range(consumed, consumed + batch_size)), "replica by replica"
