@@ -169,9 +169,10 @@ class Llama(GPTModel):
         [B, S, V / TP], those of padded ids -inf."""
         output = super().forward(*args, labels=labels, **kwargs)
         if self.post_process and labels is None:
-            gathered = output.shape[-1] == self.vocab_size
-            rank = 0 if gathered else self.tp_group.rank()
-            output[..., valid_columns(output.shape[-1], self.unpadded_vocab_size, rank) :] = float("-inf")
+            columns = output.shape[-1]
+            rank = 0 if columns == self.vocab_size else self.tp_group.rank()  # 0 too when gathered
+            valid = valid_columns(columns, self.unpadded_vocab_size, rank)
+            output = output.masked_fill(torch.arange(columns, device=output.device) >= valid, float("-inf"))
         return output
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
