@@ -86,30 +86,36 @@ def tiny_replica(config: Config, observer: Observer | None = None) -> Replica:
     return build_replica(config, tiny_mesh(config), VOCABULARY, observer)
 
 
-def tiny_batch(
-    config: Config, mesh: Mesh, iteration: int, *, masked: bool = False
-) -> list[dict[str, torch.Tensor]]:
-    """This rank's microbatches of `iteration`, a slice of one global batch that depends on nothing else.
+def tiny_global_batch(config: Config, iteration: int, *, masked: bool = False) -> dict[str, torch.Tensor]:
+    """All samples of `iteration`, over all replicas, [B, S] each; it depends on nothing but the batch's size.
 
     `masked`: a pseudo-random third of the tokens does not count, unevenly over samples.
     """
-    training = config.training
-    assert training.global_batch_size is not None
+    assert config.training.global_batch_size is not None
     generator = torch.Generator().manual_seed(1_000_003 * iteration + 7)
-    shape = (training.global_batch_size, config.model.seq_length + 1)
+    shape = (config.training.global_batch_size, config.model.seq_length + 1)
     samples = torch.randint(0, VOCABULARY, shape, generator=generator)
     mask = torch.ones(shape[0], shape[1] - 1)
     if masked:
         mask = (torch.rand(mask.shape, generator=generator) < torch.linspace(0.3, 1.0, shape[0])[:, None]).float()
-    per_replica = training.global_batch_size // mesh.num_replicas
-    per_shard = per_replica // mesh.layout.dp
-    start = mesh.replica * per_replica + mesh.place.dp * per_shard
-    result = []
-    for first in range(start, start + per_shard, training.micro_batch_size):
-        rows = slice(first, first + training.micro_batch_size)
-        result.append({
-            "tokens": samples[rows, :-1].contiguous(),
-            "labels": samples[rows, 1:].contiguous(),
-            "loss_mask": mask[rows],
-        })  # fmt: skip
-    return result
+    return {"tokens": samples[:, :-1].contiguous(), "labels": samples[:, 1:].contiguous(), "loss_mask": mask}
+
+
+def rank_microbatches(
+    config: Config, mesh: Mesh, batch: dict[str, torch.Tensor]
+) -> list[dict[str, torch.Tensor]]:
+    """This rank's microbatches of a global batch: replicas take equal slices in order, their shards again."""
+    rows = batch["tokens"].shape[0] // (mesh.num_replicas * mesh.layout.dp)
+    start = (mesh.replica * mesh.layout.dp + mesh.place.dp) * rows
+    size = config.training.micro_batch_size
+    return [
+        {key: value[first : first + size] for key, value in batch.items()}
+        for first in range(start, start + rows, size)
+    ]
+
+
+def tiny_batch(
+    config: Config, mesh: Mesh, iteration: int, *, masked: bool = False
+) -> list[dict[str, torch.Tensor]]:
+    """This rank's microbatches of `tiny_global_batch`."""
+    return rank_microbatches(config, mesh, tiny_global_batch(config, iteration, masked=masked))
