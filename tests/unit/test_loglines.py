@@ -63,9 +63,9 @@ def fields(line: str) -> dict[str, str]:
 
 def test_the_plain_line() -> None:
     assert training_line(REPORT, NOW) == (
-        " [2026-01-31 12:00:00] iteration 10/ 100 | consumed samples: 80 | elapsed time per iteration (ms): "
-        "12.3 | learning rate: 1.000000E-03 | global batch size: 8 | lm loss: 5.100000E+00 | grad norm: 1.200 | "
-        "number of skipped iterations: 0 | number of nan iterations: 0 |"
+        " [2026-01-31 12:00:00] iteration 10/ 100 | consumed samples: 80 "
+        "| elapsed time per iteration (ms): 12.3 | learning rate: 1.000000E-03 | global batch size: 8 "
+        "| lm loss: 5.100000E+00 | grad norm: 1.200 | number of skipped iterations: 0 | number of nan iterations: 0 |"
     )
 
 
@@ -126,9 +126,7 @@ def test_sync_line() -> None:
 
 def test_evaluation_line() -> None:
     line = evaluation_line(EvaluationReport(iteration=20, split="validation", lm_loss=2.0, tokens=5))
-    match = re.search(
-        r"validation loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) ", line
-    )
+    match = re.search(r"validation loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) ", line)
     assert match is not None
     assert (int(match[1]), float(match[2])) == (20, 2.0)
     assert float(match[3]) == pytest.approx(math.exp(2), rel=1e-5)
