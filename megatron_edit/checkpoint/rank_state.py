@@ -56,7 +56,7 @@ def load_rank_state_dict(state: dict[str, Any], engine: SyncEngine, optimizer: M
 def _slice_state(piece: ShardSlice, optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
     moments = _inner_state(piece, optimizer)
     state = {name: moments[name] for name in (*MOMENTS, "step") if name in moments}
-    return {name: torch.as_tensor(value).cpu() for name, value in {"master": piece.master, **state}.items()}
+    return {name: value.detach().to("cpu", copy=True) for name, value in {"master": piece.master, **state}.items()}
 
 
 def _set_moments(piece: ShardSlice, optimizer: MegatronOptimizer, saved: dict[str, torch.Tensor]) -> None:

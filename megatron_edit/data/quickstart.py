@@ -8,6 +8,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -83,9 +84,12 @@ def build_quickstart_corpus(output: str, max_bytes: int) -> tuple[int, int]:
     total = 0
     for name, text in quickstart_documents():
         size = len(text.encode("utf-8", errors="replace"))
-        if text.strip() and size <= LONGEST_DOCUMENT and total + size <= max_bytes:
-            chosen.append((name, text))
-            total += size
+        if not text.strip() or size > LONGEST_DOCUMENT:
+            continue
+        if total + size > max_bytes:
+            break
+        chosen.append((name, text))
+        total += size
     if not chosen:
         raise DataError(f"--max-bytes {max_bytes} is too small for any document; 4000000 would work")
     chosen.sort(key=lambda entry: hashlib.sha256(entry[0].encode()).digest())
@@ -97,6 +101,7 @@ def build_quickstart_corpus(output: str, max_bytes: int) -> tuple[int, int]:
                 stream.write(json.dumps({"text": text}) + "\n")
         os.replace(partial, output)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise DataError(f"--output {output} cannot be written: {error.strerror}") from None
     return len(chosen), total

@@ -183,7 +183,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.bos_id, self.eod_id, self.pad_id = ids.get("bos"), ids.get("eos"), ids.get("pad")
         self._marks = {i: marks[role] for role, i in ids.items() if i is not None}
         # Ids may have gaps, so this is not the number of entries.
-        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.fingerprint = hashlib.sha256(content + json.dumps(marks, sort_keys=True).encode()).hexdigest()
 
     def tokenize(self, text: str) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_edit.data.corpus import check_inputs, document_texts, raw_batches
@@ -88,6 +89,7 @@ def train_sentencepiece(inputs: Sequence[str], output_prefix: str, vocab_size: i
         partial.write_bytes(model.getvalue())
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise DataError(f"{path} cannot be written: {error.strerror}") from None
     return path

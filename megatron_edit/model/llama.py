@@ -46,7 +46,7 @@ def transformer_config(
     """
     on_cuda = device_type == "cuda"
     stages, tensor_ranks = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
-    virtual_stages = _virtual_stages(model, parallel)
+    virtual_stages = virtual_stages_of(model, parallel)
     interleaved = virtual_stages is not None
     transformer_engine = model.transformer_impl == "transformer_engine"
     return TransformerConfig(
@@ -99,7 +99,7 @@ def transformer_config(
     )
 
 
-def _virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int | None:
+def virtual_stages_of(model: ModelConfig, parallel: ParallelConfig) -> int | None:
     """Chunks per pipeline stage, None without interleaving."""
     stages, layers = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     assert model.num_layers % stages == 0, f"{model.num_layers} layers do not divide over {stages} stages"

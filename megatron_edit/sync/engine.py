@@ -25,8 +25,9 @@ from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.sync.detector import AnomalyDetector, DetectorVerdict
 from megatron_edit.sync.methods import get_method
 from megatron_edit.sync.modules import GradientReducer, ModuleShard, ReplicaDataParallel, collect_modules
+from megatron_edit.sync.notices import SyncWarnings
 from megatron_edit.sync.outer import nesterov_step_
-from megatron_edit.sync.penalty import clip_coefficient, effective_replicas, replica_weights
+from megatron_edit.sync.penalty import clip_coefficient, replica_weights
 from megatron_edit.sync.transport import SyncTransport
 from megatron_edit.sync.trigger import StepTrigger
 
@@ -38,6 +39,7 @@ class SyncDecision:
     """What all replicas know of one sync before any parameter travels. M: this stage's modules."""
 
     index: int  # 1 for the first sync
+    iteration: int  # optimizer steps before it
     norms: torch.Tensor  # [R, M] fp64, G of arXiv 2412.07210
     stepped: torch.Tensor  # [R] bool
     verdict: DetectorVerdict
@@ -106,6 +108,8 @@ class SyncEngine:
         self._decided_at: Any = None
         self._steps_since_sync = 0
         self._result: SyncResult | None = None
+        self._warnings = SyncWarnings([module.key for module in self.modules], mesh.num_replicas)
+        self._warning_lines: list[str] = []
         for module in self.modules:
             module.bucket_group.sync = self
         self._reducer.enabled = self.trigger.in_warmup and mesh.num_replicas > 1
@@ -181,6 +185,11 @@ class SyncEngine:
         """The sync that was completed since the last call, once."""
         result, self._result = self._result, None
         return result
+
+    def take_warnings(self) -> list[str]:
+        """Lines on this stage's modules since the last call, for one rank of the stage to print."""
+        lines, self._warning_lines = self._warning_lines, []
+        return lines
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state; a due sync must have been completed (`drain`)."""
@@ -263,7 +272,10 @@ class SyncEngine:
             norms, verdict.left_out, self.config.edit_weighting, self.config.edit_softmax_temperature
         )
         rolled_back = verdict.left_out.all(dim=0)  # [M]
-        self.last_decision = SyncDecision(index, norms, stepped, verdict, weights, rolled_back)
+        self.last_decision = SyncDecision(
+            index, self.trigger.steps, norms, stepped, verdict, weights, rolled_back
+        )
+        self._warning_lines += self._warnings.after_sync(index, verdict, weights, rolled_back)
         self._zero_moments_of_non_finite(verdict)
         mine_weights = weights[self.mesh.replica].tolist()
         self._pending = [

@@ -156,6 +156,7 @@ class ModuleBucketGroup(_ParamAndGradBucketGroup):
     sync: ParameterSync | None = None
     module: ModuleShard
     reducer: GradientReducer
+    grad_reduce_handle: Any
 
     @classmethod
     def adopt(cls, group: _ParamAndGradBucketGroup, reducer: GradientReducer) -> ModuleBucketGroup:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_edit.config.derive import resolve
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import with_values
-from megatron_edit.parallel.layout import Layout
-from megatron_edit.parallel.mesh import Mesh, build_mesh
+from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.platform import get_platform
 from megatron_edit.sync.engine import Observer
-from megatron_edit.train.replica import Replica, build_replica
+from megatron_edit.train.replica import Replica, build_replica, mesh_of
 
 VOCABULARY = 259  # of the byte tokenizer
 
@@ -48,37 +46,11 @@ def tiny_config(world_size: int, **settings: Any) -> Config:
     return resolve(config, world_size, world_size, "cpu")
 
 
-def layout_of(config: Config, world_size: int) -> Layout:
-    """The grid that `config` asks for."""
-    parallel = config.parallel
-    assert config.edit.edit_num_replicas is not None
-    return Layout.from_world(
-        world_size,
-        num_replicas=config.edit.edit_num_replicas,
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        cp=parallel.context_parallel_size,
-    )
-
-
 def tiny_mesh(config: Config) -> Mesh:
     """The mesh of `config` over the ranks that run; collective."""
     platform = get_platform("cpu")
     platform.initialize()
-    return build_mesh(
-        layout_of(config, dist.get_world_size()),
-        platform,
-        timeout_seconds=config.parallel.distributed_timeout_seconds,
-        virtual_pipeline_model_parallel_size=virtual_stages(config),
-    )
-
-
-def virtual_stages(config: Config) -> int | None:
-    """Chunks per stage of an interleaved pipeline, else None."""
-    layers = config.parallel.num_layers_per_virtual_pipeline_stage
-    if layers is None:
-        return None
-    return config.model.num_layers // config.parallel.pipeline_model_parallel_size // layers
+    return mesh_of(config, platform)
 
 
 def tiny_replica(config: Config, observer: Observer | None = None) -> Replica:

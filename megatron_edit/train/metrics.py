@@ -221,8 +221,7 @@ class MetricsReducer:
         reporter = self._reporter
         slots = torch.zeros(reporter.num_replicas, len(_Column), dtype=torch.float64)  # [R, columns]
         mine = slots[reporter.replica]
-        if reporter.reports_loss:
-            mine[: _Column.GRAD_NORM] = self._loss_and_tokens.cpu()
+        mine[: _Column.GRAD_NORM] = self._loss_and_tokens.cpu()  # zeros where the loss is not reported
         if reporter.reports_replica:
             norms = torch.cat([self._last_norm, self._norm_max[None], self._nan_iterations[None]])
             mine[_Column.GRAD_NORM : _Column.SKIPPED_ITERATIONS] = norms.cpu()

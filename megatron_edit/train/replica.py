@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -17,9 +18,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_edit.config.schema import Config
 from megatron_edit.model.init import initialize_weights
-from megatron_edit.model.llama import build_model_chunks, transformer_config
+from megatron_edit.model.llama import build_model_chunks, transformer_config, virtual_stages_of
 from megatron_edit.model.loss import forward_step
-from megatron_edit.parallel.mesh import Mesh
+from megatron_edit.parallel.layout import Layout
+from megatron_edit.parallel.mesh import Mesh, build_mesh
+from megatron_edit.platform import Platform
 from megatron_edit.sync.engine import Observer, SyncEngine
 from megatron_edit.sync.modules import GradientReducer, ReplicaDataParallel
 
@@ -61,6 +64,25 @@ class Replica:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
             group["weight_decay"] = self.config.optimizer.weight_decay * group.get("wd_mult", 1.0)
+
+
+def mesh_of(config: Config, platform: Platform) -> Mesh:
+    """The mesh that a resolved `config` asks for, over all ranks of the default group; collective."""
+    parallel = config.parallel
+    assert config.edit.edit_num_replicas is not None
+    layout = Layout.from_world(
+        dist.get_world_size(),
+        num_replicas=config.edit.edit_num_replicas,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        cp=parallel.context_parallel_size,
+    )
+    return build_mesh(
+        layout,
+        platform,
+        timeout_seconds=parallel.distributed_timeout_seconds,
+        virtual_pipeline_model_parallel_size=virtual_stages_of(config.model, parallel),
+    )
 
 
 def build_replica(
