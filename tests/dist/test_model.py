@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func 
 from megatron_edit.model.init import initial_tensor, initialize_weights  # noqa: E402
 from megatron_edit.model.llama import build_model_chunks, transformer_config  # noqa: E402
 from megatron_edit.model.loss import forward_step  # noqa: E402
-from megatron_edit.model.names import canonical_name  # noqa: E402
+from megatron_edit.model.names import EMBEDDING, canonical_name  # noqa: E402
 from megatron_edit.model.sharding import (  # noqa: E402
     full_parameter_shapes,
     gather_full_parameters,
@@ -59,7 +59,8 @@ class Result:
     initial: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]  # of the first iteration
     weights: dict[str, torch.Tensor]  # after the last
-    replicated: dict[str, torch.Tensor]  # this rank's own copies of tensors that every TP rank holds, after the last
+    replicated: dict[str, torch.Tensor]  # this rank's copies of what every TP rank holds, after the last
+    embedding: list[torch.Tensor]  # this rank's embedding shard, initial and after the last; [] without one
     parameters: int
     padding: float  # largest absolute weight of a padded row, after the last iteration
 
@@ -96,6 +97,10 @@ def train(
     def gather(read: Any = lambda p: p.detach().float().clone()) -> dict[str, torch.Tensor]:
         return gather_full_parameters(chunks, VOCABULARY, groups.tp, groups.pp, read)
 
+    embedding = [
+        p for chunk in chunks for name, p in chunk.named_parameters() if canonical_name(chunk, name) == EMBEDDING
+    ]
+    embedding_before = [p.detach().clone() for p in embedding]
     initial = gather()
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True,
@@ -154,6 +159,7 @@ def train(
             for chunk in chunks for name, p in chunk.named_parameters()
             if partition_dim(canonical_name(chunk, name)) is None
         },
+        embedding_before + [p.detach().clone() for p in embedding],
         int(parameters),
         largest_padding(chunks, groups.tp.rank()),
     )  # fmt: skip
@@ -278,6 +284,17 @@ def test_one_gradient_norm_and_the_same_clipped_update(model: ModelConfig, layou
             assert difference <= 1e-3 * update.abs().max().item() + 1e-8, name
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     assert not torch.allclose(expected.weights[name], unclipped.weights[name], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2-interleaved", "tp2-pp2-sequence-parallel"])
+def test_tied_matrix_is_the_same_on_both_stages(layout: str):
+    world_size, settings = LAYOUTS[layout]
+    results = run(world_size, TIED, ParallelConfig(**settings), iterations=3)
+    tp = settings.get("tensor_model_parallel_size", 1)
+    for first, last in zip(results[:tp], results[-tp:], strict=True):
+        before, after = first.embedding
+        assert torch.equal(last.embedding[0], before) and torch.equal(last.embedding[1], after)
+        assert not torch.equal(before, after)
 
 
 @pytest.mark.parametrize(("world_size", "divisible_by"), [(1, 1), (1, 512), (2, 2), (2, 256)])

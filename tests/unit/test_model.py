@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_edit.config.schema import ModelConfig
+from megatron_edit.config.schema import ModelConfig, ParallelConfig
 from megatron_edit.platform import get_platform
 
 get_platform("cpu").initialize()
@@ -22,6 +22,7 @@ get_platform("cpu").initialize()
 from megatron_edit.model import transformer_engine  # noqa: E402
 from megatron_edit.model.attention import _SplitAndRotate  # noqa: E402
 from megatron_edit.model.init import initial_tensor  # noqa: E402
+from megatron_edit.model.llama import transformer_config  # noqa: E402
 from megatron_edit.model.loss import loss_function, vocabulary_parallel_cross_entropy  # noqa: E402
 from megatron_edit.model.names import canonical_name, module_key  # noqa: E402
 from megatron_edit.model.norm import RMSNorm  # noqa: E402
@@ -58,6 +59,20 @@ def test_parameter_count_of_known_models():
     assert parameter_count(llama2_7b, 32000) == 6_738_415_616  # as the model's card says
     llama3_8b = replace(llama2_7b, ffn_hidden_size=14336, num_query_groups=8)
     assert parameter_count(llama3_8b, 128256) == 8_030_261_248
+
+
+def test_layers_that_do_not_divide_are_never_dropped():
+    """Field report B17: the checks of the config refuse it for users; here it is a programmer error."""
+    five = replace(TINY, num_layers=5)
+    with pytest.raises(AssertionError, match="5 layers do not divide over 2 stages"):
+        transformer_config(
+            five, ParallelConfig(pipeline_model_parallel_size=2), params_dtype=torch.float32, device_type="cpu"
+        )
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2)
+    with pytest.raises(AssertionError, match="3 layers of a stage do not divide into chunks of 2"):
+        transformer_config(
+            replace(TINY, num_layers=6), parallel, params_dtype=torch.float32, device_type="cpu"
+        )
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
