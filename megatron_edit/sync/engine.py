@@ -107,7 +107,7 @@ class SyncEngine:
         self._clip_coefficients: list[torch.Tensor] = []
         self._decided_at: Any = None
         self._steps_since_sync = 0
-        self._result: SyncResult | None = None
+        self._completed_at: Any = None
         self._warnings = SyncWarnings([module.key for module in self.modules], mesh.num_replicas)
         self._warning_lines: list[str] = []
         for module in self.modules:
@@ -182,8 +182,19 @@ class SyncEngine:
             self.drain()
 
     def take_result(self) -> SyncResult | None:
-        """The sync that was completed since the last call, once."""
-        result, self._result = self._result, None
+        """The sync that was completed since the last call, once. Waits for the device, which a step has just done."""
+        if self._completed_at is None:
+            return None
+        assert self.last_decision is not None
+        bytes_sent, exposed_ms = self.transport.take_traffic()
+        result = SyncResult(
+            decision=self.last_decision,
+            clip_coefficients=torch.stack([beta.cpu() for beta in self._clip_coefficients]),
+            bytes_sent=bytes_sent,
+            exposed_ms=exposed_ms,
+            total_ms=self._decided_at.elapsed_time(self._completed_at),
+        )
+        self._completed_at = None
         return result
 
     def take_warnings(self) -> list[str]:
@@ -254,7 +265,7 @@ class SyncEngine:
         self._pending[module.index] = None
         self._observe("complete", module)
         if not any(self._pending):
-            self._finish_sync()
+            self._completed_at = platform.record_event()
 
     # ---- the sync ------------------------------------------------------------------------------------------------
 
@@ -321,18 +332,6 @@ class SyncEngine:
         if self.mesh.norm_group.size() > 1:
             dist.all_reduce(squares, group=self.mesh.norm_group)
         return clip_coefficient(squares.sqrt(), self.config.edit_pseudo_grad_clip)
-
-    def _finish_sync(self) -> None:
-        assert self.last_decision is not None
-        done = self.mesh.platform.record_event()
-        bytes_sent, exposed_ms = self.transport.take_traffic()
-        self._result = SyncResult(
-            decision=self.last_decision,
-            clip_coefficients=torch.stack([beta.cpu() for beta in self._clip_coefficients]),
-            bytes_sent=bytes_sent,
-            exposed_ms=exposed_ms,
-            total_ms=self._decided_at.elapsed_time(done),
-        )
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 

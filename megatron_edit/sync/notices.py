@@ -40,7 +40,7 @@ class SyncWarnings:
             keys = [k for k, bad in zip(self._keys, verdict.non_finite[replica].tolist(), strict=True) if bad]
             if keys:
                 lines.append(
-                    f"warning: sync {index}: replica {replica} is not finite in {len(keys)} modules (first: {keys[0]}): "
+                    f"warning: sync {index}: replica {replica} is not finite in {len(keys)} modules, {keys[0]} first: "
                     "left out there, set back to the anchor, its inner moments zeroed"
                 )
         return [*lines, *self._collapse(index, weights)]

@@ -1,8 +1,8 @@
 """The commands of README.md and docs/*.md work as they are written.
 
-Every fenced block of shell says what the tests do with it: "```bash run" is run, the blocks of one file in order and in
-one folder; "```bash not run: REASON" is not, and its reason is shown. Of both, each call of pretrain_llama.py is
-parsed and checked, so that no page names a flag that does not exist.
+Every fenced block of shell or Python says what the tests do with it: "```bash run" is run, the blocks of one file in
+order and in one folder; "```bash not run: REASON" is not, and its reason is shown. Of both, the flags of each call of
+pretrain_llama.py are parsed, so that no page names a flag that does not exist.
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\S*)[ ]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("bash", "sh", "shell", "console")
+PYTHON = ("python", "py")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 NOT_RUN = "not run:"
 
 
-def shell_blocks(page: Path) -> list[tuple[str, str]]:
-    """(info after the language, commands) of each shell block."""
+def code_blocks(page: Path) -> list[tuple[str, str, str]]:
+    """(language, info after it, code) of each block of shell or Python."""
     found = FENCE.findall(page.read_text(encoding="utf-8"))
-    return [(info.strip(), body) for language, info, body in found if language in SHELL]
+    return [(language, info.strip(), body) for language, info, body in found if language in SHELL + PYTHON]
+
+
+def as_shell(language: str, body: str) -> str:
+    return body if language in SHELL else f"python - <<'END OF BLOCK'\n{body}END OF BLOCK\n"
 
 
 def commands(body: str) -> list[list[str]]:
@@ -43,9 +48,10 @@ def calls_of_trainer() -> list[tuple[str, list[str]]]:
     return [
         (page.name, words)
         for page in PAGES
-        for _, body in shell_blocks(page)
+        for language, _, body in code_blocks(page)
+        if language in SHELL
         for words in commands(body)
-        if "pretrain_llama.py" in words
+        if "pretrain_llama.py" in words and words[0] != "!"  # meant to fail
     ]
 
 
@@ -58,20 +64,20 @@ def workspace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_shell_block_is_marked(page: Path) -> None:
+def test_every_block_is_marked(page: Path) -> None:
     unmarked = [
         body
-        for info, body in shell_blocks(page)
+        for _, info, body in code_blocks(page)
         if info != "run" and not (info.startswith(NOT_RUN) and info.removeprefix(NOT_RUN).strip())
     ]
-    assert unmarked == [], "write ```bash run, or ```bash not run: REASON"
+    assert unmarked == [], "write ```LANGUAGE run, or ```LANGUAGE not run: REASON"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if shell_blocks(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if code_blocks(page)], ids=lambda page: page.name)
 def test_commands_run(page: Path, workspace: Path) -> None:
-    blocks = shell_blocks(page)
-    runnable = [body for info, body in blocks if info == "run"]
-    not_run = sorted({info for info, _ in blocks if info != "run"})
+    blocks = code_blocks(page)
+    runnable = [as_shell(language, body) for language, info, body in blocks if info == "run"]
+    not_run = sorted({info for _, info, _ in blocks if info != "run"})
     print(f"{page.name}: {len(blocks)} blocks", *not_run, sep="\n  ")
     if not runnable:
         pytest.skip(f"{page.name}: {'; '.join(not_run)}")
