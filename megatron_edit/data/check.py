@@ -28,16 +28,20 @@ def check_data_files(
     seq_length: int,
     tokenizer: Tokenizer,
     wanted: Sequence[str] = ("train", "valid"),
+    eod_mask_loss: bool = False,
 ) -> list[str]:
     """Checks files, tokenizer and sizes of the splits in `wanted`; returns lines for the user that say what
     was found (documents, tokens and samples of each split, and what could not be checked).
 
     Raises:
         DataError: all problems at once, one a line: a file missing, empty, cut or of another format; ids of
-            another tokenizer; a wanted split without documents, or shorter than one sample.
+            another tokenizer; --eod-mask-loss without an end id; a wanted split without documents, or shorter
+            than one sample.
     """
     problems: list[str] = []
     notes: list[str] = []
+    if eod_mask_loss and tokenizer.eod_id is None:
+        problems.append(f"--eod-mask-loss needs an end id, and the {tokenizer.name} given has none")
     opened: dict[str, IndexedFiles | None] = {}
     for name in wanted:
         source = sources[name]

@@ -253,7 +253,13 @@ def test_eod_mask_loss_of_documents_of_nothing_but_the_end(tmp_path: Path) -> No
     split = build_split(source(prefix), seq_length=9, tokenizer=BYTES, eod_mask_loss=True)
     assert split.datasets[0][0]["loss_mask"].sum() == 0
     with pytest.raises(DataError, match="--eod-mask-loss needs an end id"):
-        build_split(source(prefix), seq_length=9, tokenizer=NoEod(), eod_mask_loss=True)
+        check_data_files(
+            resolve_sources(train_data_path=[prefix]),
+            seq_length=9,
+            tokenizer=NoEod(),
+            wanted=["train"],
+            eod_mask_loss=True,
+        )
 
 
 def test_bad_token_id_is_named_when_it_is_read(tmp_path: Path) -> None:
