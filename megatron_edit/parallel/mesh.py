@@ -18,7 +18,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_edit.parallel.layout import Coordinates, Layout
-from megatron_edit.platform.base import Platform, ordered_gloo_backend
+from megatron_edit.platform.base import Platform
 
 ProcessGroup = dist.ProcessGroup
 
@@ -94,13 +94,8 @@ def build_mesh(
     *,
     timeout_seconds: float,
     virtual_pipeline_model_parallel_size: int | None = None,
-    sync_backend: str | None = None,
 ) -> Mesh:
-    """Makes all groups; collective over the world, which must be initialised with `layout.world_size` ranks.
-
-    `sync_backend`: of the group between replicas; default NCCL on CUDA, and on a CPU gloo with one thread, whose
-    operations end in the order in which they were issued.
-    """
+    """Makes all groups; collective over the world, which must be initialised with `layout.world_size` ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert world_size == layout.world_size, (world_size, layout)
     parallel_state.initialize_model_parallel(
@@ -114,8 +109,6 @@ def build_mesh(
         create_gloo_process_groups=False,
     )
     timeout = timedelta(seconds=timeout_seconds)
-    if sync_backend is None:
-        sync_backend = "nccl" if platform.backend == "nccl" else ordered_gloo_backend()
 
     def group(*axes: str, **options: Any) -> ProcessGroup:
         mine = None
@@ -148,7 +141,7 @@ def build_mesh(
         shard_group=shard_group,
         norm_group=norm_group,
         replica_group=replica_group,
-        sync_group=group("sync", backend=sync_backend),
+        sync_group=group("sync", backend=platform.sync_backend()),
         sync_control_group=group("sync", backend="gloo"),
         world_control_group=group(*("sync", "dp", "pp", "cp", "tp"), backend="gloo"),
     )

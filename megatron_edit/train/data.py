@@ -44,11 +44,20 @@ def check_data(config: Config) -> CheckedData:
     wanted = ["train"]
     if evaluates and (evaluation.eval_interval is not None or sources["valid"] is not None):
         wanted.append("valid")
-    seq_length = config.model.seq_length
-    notes = check_data_files(sources, seq_length=seq_length, tokenizer=tokenizer, wanted=wanted)
+
+    def check(splits: list[str]) -> list[str]:
+        return check_data_files(
+            sources,
+            seq_length=config.model.seq_length,
+            tokenizer=tokenizer,
+            wanted=splits,
+            eod_mask_loss=data.eod_mask_loss,
+        )
+
+    notes = check(wanted)
     if evaluates and sources["test"] is not None:
         try:
-            notes += check_data_files(sources, seq_length=seq_length, tokenizer=tokenizer, wanted=["test"])
+            notes += check(["test"])
             wanted.append("test")
         except DataError as error:  # nobody asked for it: --split has a third share by default
             notes.append(f"no last test: {error}")
