@@ -115,9 +115,7 @@ class RotarySelfAttention(SelfAttention):
         cosine, sine = angles.cos().to(mixed.dtype), angles.sin().to(mixed.dtype)
         query, key, value = _SplitAndRotate.apply(mixed, cosine, sine)
         if self.checkpoint_core_attention and self.training:
-            out = self._checkpointed_attention_forward(
-                query, key, value, None, attn_mask_type=self.attn_mask_type
-            )
+            out = self._checkpointed_attention_forward(query, key, value, None, attn_mask_type=self.attn_mask_type)
         else:
             out = self.core_attention(query, key, value, None)  # [S, B, N D]
         return self.linear_proj(out)

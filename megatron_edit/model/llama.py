@@ -177,9 +177,7 @@ class Llama(GPTModel):
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """labels [B, S], logits [S, B, V / TP] -> losses in nats, fp32 [B, S]."""
-        losses = vocabulary_parallel_cross_entropy(
-            logits, labels.t(), self.unpadded_vocab_size, self.tp_group
-        )
+        losses = vocabulary_parallel_cross_entropy(logits, labels.t(), self.unpadded_vocab_size, self.tp_group)
         return losses.t().contiguous()
 
 

@@ -75,9 +75,7 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
     """loss = log sum_v exp(z_v - m) + m - z_label, m the largest logit; dz = softmax - onehot(label)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, tp_group: dist.ProcessGroup) -> Tensor:
         ctx.dtype = logits.dtype
         columns = logits.shape[-1]
         scores = logits.detach().float()  # a view of fp32 logits, which become the softmax in place

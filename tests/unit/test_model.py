@@ -70,9 +70,7 @@ def test_layers_that_do_not_divide_are_never_dropped():
         )
     parallel = ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2)
     with pytest.raises(AssertionError, match="3 layers of a stage do not divide into chunks of 2"):
-        transformer_config(
-            replace(TINY, num_layers=6), parallel, params_dtype=torch.float32, device_type="cpu"
-        )
+        transformer_config(replace(TINY, num_layers=6), parallel, params_dtype=torch.float32, device_type="cpu")
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -113,9 +111,7 @@ def test_canonical_names_and_module_keys():
     expected = {
         "module.decoder.layers.1.mlp.linear_fc1.weight": "decoder.layers.3.mlp.linear_fc1.weight",
         "decoder.layers.0.mlp.linear_fc1.layer_norm_weight": "decoder.layers.2.pre_mlp_layernorm.weight",
-        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": (
-            "decoder.layers.2.input_layernorm.weight"
-        ),
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": ("decoder.layers.2.input_layernorm.weight"),
         "module.output_layer.weight": "embedding.word_embeddings.weight",
         "decoder.final_layernorm.weight": "decoder.final_layernorm.weight",
     }
