@@ -24,7 +24,7 @@ from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.data.errors import DataError
 from megatron_edit.model.transformer_engine import TransformerEngineError, check_transformer_engine
 from megatron_edit.platform import Platform, PlatformError, get_platform
-from megatron_edit.train.data import CheckedData, check_data
+from megatron_edit.train.checked_data import CheckedData, check_data
 
 USER_ERRORS = (ConfigError, DataError, PlatformError, TransformerEngineError, CheckpointError)
 SECONDS_FOR_THE_CAUSE = 3.0  # ranks that fail because another did wait so long before they speak

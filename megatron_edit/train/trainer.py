@@ -21,7 +21,8 @@ from megatron_edit.checkpoint.store import CheckpointError, CheckpointStore
 from megatron_edit.config.schema import Config
 from megatron_edit.model.sharding import local_parameter_count, parameter_count
 from megatron_edit.platform import Platform
-from megatron_edit.train.data import CheckedData, RunData
+from megatron_edit.train.checked_data import CheckedData
+from megatron_edit.train.data import RunData
 from megatron_edit.train.evaluate import evaluate
 from megatron_edit.train.final_weights import save_final
 from megatron_edit.train.loglines import EvaluationReport

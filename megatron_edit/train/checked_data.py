@@ -1,0 +1,60 @@
+"""Tokenizer and data files of a run, checked in seconds: before any process group, and without megatron-core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_edit.config.schema import Config
+from megatron_edit.data.blend import SplitSource, resolve_sources
+from megatron_edit.data.check import check_data_files
+from megatron_edit.data.errors import DataError
+from megatron_edit.data.tokenizers import Tokenizer, build_tokenizer
+
+
+@dataclass(frozen=True)
+class CheckedData:
+    """What was found in seconds, without torch.distributed. `sources` is None with --mock-data."""
+
+    tokenizer: Tokenizer
+    sources: dict[str, SplitSource | None] | None
+    splits: tuple[str, ...]  # those that will be read: "train", "valid", "test"
+    notes: list[str]
+
+
+def check_data(config: Config) -> CheckedData:
+    """Opens tokenizer and files. Raises DataError with all problems: missing, damaged, too short, not fitting."""
+    data, evaluation = config.data, config.evaluation
+    assert data.tokenizer_type is not None, "the checks ask for it"
+    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
+    evaluates = evaluation.eval_iters > 0 and (evaluation.eval_interval is not None or evaluation.eval_at_end)
+    if data.mock_data:
+        splits = ("train", "valid") if evaluates else ("train",)
+        return CheckedData(tokenizer, None, splits, ["training on generated sequences (--mock-data)"])
+    sources = resolve_sources(
+        data_path=data.data_path,
+        split=data.split,
+        train_data_path=data.train_data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+    )
+    wanted = ["train"]
+    if evaluates and (evaluation.eval_interval is not None or sources["valid"] is not None):
+        wanted.append("valid")
+
+    def check(splits: list[str]) -> list[str]:
+        return check_data_files(
+            sources,
+            seq_length=config.model.seq_length,
+            tokenizer=tokenizer,
+            wanted=splits,
+            eod_mask_loss=data.eod_mask_loss,
+        )
+
+    notes = check(wanted)
+    if evaluates and sources["test"] is not None:
+        try:
+            notes += check(["test"])
+            wanted.append("test")
+        except DataError as error:  # nobody asked for it: --split has a third share by default
+            notes.append(f"no last test: {error}")
+    return CheckedData(tokenizer, sources, tuple(wanted), notes)
