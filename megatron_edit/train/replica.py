@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_edit.config.schema import Config
@@ -36,6 +37,7 @@ class Replica:
     transformer_config: TransformerConfig
     chunks: list[ReplicaDataParallel]
     optimizer: MegatronOptimizer
+    reducer: GradientReducer
     engine: SyncEngine
     _schedule: Callable[..., list[dict[str, torch.Tensor]]]
     _p2p: P2PCommunicator | None
@@ -109,7 +111,7 @@ def build_replica(
         )
         for model in models
     ]
-    optimizer = _build_optimizer(config, chunks, mesh)
+    optimizer = build_optimizer(config, chunks, mesh.process_groups)
     engine = SyncEngine(config.edit, mesh, chunks, optimizer, reducer, observer)
     mesh.seed_dropout(config.training.seed)
     pipelined = mesh.layout.pp > 1
@@ -119,6 +121,7 @@ def build_replica(
         transformer_config=megatron_config,
         chunks=chunks,
         optimizer=optimizer,
+        reducer=reducer,
         engine=engine,
         _schedule=get_forward_backward_func(
             pp_size=mesh.layout.pp, vp_size=megatron_config.virtual_pipeline_model_parallel_size
@@ -137,7 +140,10 @@ def _ddp_config(config: Config) -> DistributedDataParallelConfig:
     )
 
 
-def _build_optimizer(config: Config, chunks: list[ReplicaDataParallel], mesh: Mesh) -> MegatronOptimizer:
+def build_optimizer(
+    config: Config, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection
+) -> MegatronOptimizer:
+    """megatron-core's distributed optimizer with fused AdamW; vectors (norms, biases) get no weight decay."""
     optimizer, training = config.optimizer, config.training
     settings = OptimizerConfig(
         optimizer="adam",
@@ -160,7 +166,7 @@ def _build_optimizer(config: Config, chunks: list[ReplicaDataParallel], mesh: Me
         chunks,
         config_overrides={vectors: ParamGroupOverride(wd_mult=0.0)},
         use_gloo_process_groups=False,
-        pg_collection=mesh.process_groups,
+        pg_collection=groups,
     )
     _use_fused_adam(built)
     return built
