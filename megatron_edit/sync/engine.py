@@ -108,6 +108,7 @@ class SyncEngine:
         self._decided_at: Any = None
         self._steps_since_sync = 0
         self._completed_at: Any = None
+        self._result: SyncResult | None = None
         self._warnings = SyncWarnings([module.key for module in self.modules], mesh.num_replicas)
         self._warning_lines: list[str] = []
         for module in self.modules:
@@ -183,11 +184,17 @@ class SyncEngine:
 
     def take_result(self) -> SyncResult | None:
         """The sync that was completed since the last call, once. Waits for the device, which a step has just done."""
+        self._close_result()
+        result, self._result = self._result, None
+        return result
+
+    def _close_result(self) -> None:
+        """Reads what a completed sync has left behind, before the next one overwrites it."""
         if self._completed_at is None:
-            return None
+            return
         assert self.last_decision is not None
         bytes_sent, exposed_ms = self.transport.take_traffic()
-        result = SyncResult(
+        self._result = SyncResult(
             decision=self.last_decision,
             clip_coefficients=torch.stack([beta.cpu() for beta in self._clip_coefficients]),
             bytes_sent=bytes_sent,
@@ -195,7 +202,6 @@ class SyncEngine:
             total_ms=self._decided_at.elapsed_time(self._completed_at),
         )
         self._completed_at = None
-        return result
 
     def take_warnings(self) -> list[str]:
         """Lines on this stage's modules since the last call, for one rank of the stage to print."""
@@ -271,6 +277,7 @@ class SyncEngine:
 
     def _decide(self, index: int) -> None:
         """Exchange norms and step counts; weights, flags and rollbacks follow on every rank alike."""
+        self._close_result()  # with an interval of 1 the sync before has ended in this step
         self._decided_at = self.mesh.platform.record_event()
         squares = torch.stack([self._pseudo_gradient_square_sum(module) for module in self.modules])  # [M]
         if self.mesh.norm_group.size() > 1:

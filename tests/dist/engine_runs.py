@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -88,6 +89,10 @@ class RankRecord:
     seconds: list[float] = field(default_factory=list)
     syncs: list[SyncView] = field(default_factory=list)
     snapshots: dict[str, Parameters] = field(default_factory=dict)
+    # At the end, of this rank's own shards: hashes of masters, model, anchor and momentum.
+    digests: dict[str, str] = field(default_factory=dict)
+    # At the end: whether the whole model's weights on this rank are the whole masters, cast to its dtype.
+    model_is_cast_of_masters: bool = False
 
 
 def run_engine(run: Run, **options: Any) -> list[RankRecord]:
@@ -137,6 +142,8 @@ def train(replica: Replica, run: Run) -> RankRecord:
         keep("outer momentum", engine.outer_momentum)
     for name in ("exp_avg", "exp_avg_sq"):
         keep(name, inner_moments(replica, name))
+    record.digests = digests(replica)
+    record.model_is_cast_of_masters = _model_is_cast_of_masters(replica)
     return record
 
 
@@ -219,6 +226,31 @@ def full_tensors(replica: Replica, flats: list[Tensor]) -> Parameters:
         dist.all_reduce(tensor, group=replica.mesh.shard_group)
     groups = replica.mesh.process_groups
     return gather_full_parameters(replica.chunks, VOCABULARY, groups.tp, groups.pp, read=lambda p: local[p])
+
+
+def _model_is_cast_of_masters(replica: Replica) -> bool:
+    for chunk in replica.chunks:
+        chunk.start_param_sync(force_sync=True)
+    groups = replica.mesh.process_groups
+    model = gather_full_parameters(replica.chunks, VOCABULARY, groups.tp, groups.pp)
+    whole = full_tensors(replica, masters(replica))
+    return all(same_bytes([value], [whole[name].to(value.dtype)]) for name, value in model.items())
+
+
+def digests(replica: Replica) -> dict[str, str]:
+    """Hashes of this rank's shards of all modules, and of the embedding's masters where it is."""
+    engine = replica.engine
+    flats = {"masters": masters(replica), "model": model_shards(replica)}
+    if embedding := [masters(replica)[module.index] for module in engine.modules if module.key == "embedding"]:
+        flats["embedding"] = embedding
+    if engine.anchor:
+        flats |= {"anchor": engine.anchor, "outer momentum": engine.outer_momentum}
+    return {name: digest(*tensors) for name, tensors in flats.items()}
+
+
+def digest(*tensors: Tensor) -> str:
+    """A hash of the tensors' bytes."""
+    return hashlib.sha256(b"".join(map(_bytes, tensors))).hexdigest()[:16]
 
 
 def same_bytes(first: list[Tensor], second: list[Tensor]) -> bool:

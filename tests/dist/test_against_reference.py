@@ -50,6 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"untie_embeddings_and_output_weights": False},
     "masked": {"masked": True},
     "masked, warm-up": {"masked": True, "edit_warmup_steps": 2, "edit_sync_interval": 2, "edit_pseudo_grad_clip": 0.06},
+    "every step": {"edit_sync_interval": 1, "edit_pseudo_grad_clip": 0.03},
     "four microbatches": {"micro_batch_size": 1, "replica_batch_size": 4, "edit_prefetch_depth": 2},
     "mean, in the step": {"edit_weighting": "mean", "edit_sync_placement": "step", "edit_prefetch_depth": 3},
 }
@@ -70,6 +71,7 @@ ALWAYS = [
     ("R2xS2", "masked, warm-up"),
     ("R2xPP2", "masked, warm-up"),
     ("R2xS2", "mean, in the step"),
+    ("R2xTP2", "every step"),
 ]
 REST = [(layout, variant) for layout in LAYOUTS for variant in VARIANTS if (layout, variant) not in ALWAYS]
 DEFAULT = ALWAYS + random.Random(2412).sample(REST, 3)
@@ -86,7 +88,7 @@ CASES = [
 
 
 def make_run(layout: str, variant: str = "untied", steps: int = 7, **settings: Any) -> Run:
-    """Two syncs in six steps, then one more local step."""
+    """Six steps with two syncs (unless the variant syncs more often), then one more local step."""
     world_size, layout_settings = LAYOUTS[layout]
     variant_settings = dict(VARIANTS[variant])
     data = {"data": masked_batch} if variant_settings.pop("masked", False) else {}
@@ -104,7 +106,7 @@ def test_equals_the_reference(layout: str, variant: str) -> None:
     run = make_run(layout, variant)
     records = run_engine(run)
     assert differences(run, records) == {}
-    assert len(records[0].syncs) == 2
+    assert len(records[0].syncs) == {"every step": 7}.get(variant, 2)
     assert_clips_are_active(records)
 
 
