@@ -25,6 +25,14 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read or written; the message names the folder and what was looked for."""
 
 
+def check_load(load: str | None, save: str | None) -> None:
+    """Raises CheckpointError when there is nothing to load in `load`, and it is not `save` before a first start."""
+    if load is None or (Path(load) / POINTER).exists():
+        return
+    if save is None or Path(load).absolute() != Path(save).absolute():
+        raise CheckpointError(f"--load {load}: there is no {POINTER} in it, so it holds no checkpoint")
+
+
 class CheckpointStore:
     """Saves and loads per-rank states. `group` is a CPU group over all ranks; every method is collective."""
 

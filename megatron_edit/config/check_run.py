@@ -5,6 +5,7 @@ flags, numbers and a way out. `config` is resolved; each check yields nothing wh
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,7 +167,7 @@ def _check_tokenizer(config: Config) -> Iterator[str]:
     elif data.tokenizer_type in NEED_MODEL_FILE:
         if data.tokenizer_model is None:
             yield f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model PATH"
-        elif not Path(data.tokenizer_model).exists():
+        elif not os.path.exists(data.tokenizer_model):
             yield f"--tokenizer-model {data.tokenizer_model} does not exist"
     elif data.tokenizer_type == "NullTokenizer" and data.vocab_size is None:
         yield "--tokenizer-type NullTokenizer needs --vocab-size"
@@ -198,36 +199,47 @@ def check_evaluation(config: Config) -> Iterator[str]:
 
 
 def check_folders(config: Config) -> Iterator[str]:
-    """What is read exists; what is written can be made. Nothing is created here."""
+    """What is read exists; what is written can be made. Nothing is left behind."""
     save, load = config.checkpoint.save, config.checkpoint.load
     if config.checkpoint.save_interval is not None and save is None:
         yield f"--save-interval {config.checkpoint.save_interval} needs --save DIR"
     first_start = save is not None and load is not None and Path(load).absolute() == Path(save).absolute()
-    if load is not None and not Path(load).is_dir() and not first_start:
+    if load is not None and not os.path.isdir(load) and not first_start:
         yield (f"--load {load} is not a folder; only a --load that equals --save may be missing, for a first start")
     for name in ("save", "tensorboard_dir"):
         folder = value_of(config, name)
-        if folder is not None:
-            yield from _cannot_make(flag_of(name), Path(folder))
+        if folder is not None and os.path.isfile(folder):
+            yield f"{flag_of(name)} {folder} is a file, but a folder is written there"
+        elif folder is not None:
+            yield from _cannot_write(flag_of(name), Path(folder))
     for name in ("metrics_file", "log_sample_ids"):
         file = value_of(config, name)
-        if file is None:
-            continue
-        if Path(file).is_dir():
+        if file is not None and os.path.isdir(file):
             yield f"{flag_of(name)} {file} is a folder, but a file is written there"
-        else:
-            yield from _cannot_make(f"{flag_of(name)} {file}: its folder", Path(file).absolute().parent)
+        elif file is not None:
+            yield from _cannot_write(flag_of(name), Path(file))
 
 
-def _cannot_make(flag: str, folder: Path) -> Iterator[str]:
-    """Says why `folder` can be neither used nor made, judged by its nearest parent that exists."""
-    nearest = folder.absolute()
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        yield f"{flag} {folder} cannot be made: {nearest} is a file"
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        yield f"{flag} {folder} cannot be written: no permission in {nearest}"
+def _cannot_write(flag: str, path: Path) -> Iterator[str]:
+    """Says why `path`, a file or a folder, can be neither written nor made.
+
+    Tried with a file without a name where it is to be made, as permissions do not tell of file systems that are
+    full or read-only.
+    """
+    nearest = path.absolute()
+    try:
+        while not nearest.exists():
+            nearest = nearest.parent
+        if nearest.is_dir():
+            with tempfile.TemporaryFile(dir=nearest):
+                return
+        if nearest == path.absolute():
+            with open(nearest, "ab"):
+                return
+        reason = f"{nearest} is a file"
+    except OSError as error:
+        reason = f"{error.strerror}: {nearest}"
+    yield f"{flag} {path} cannot be written: {reason}"
 
 
 def _decay_is_given(config: Config) -> bool:

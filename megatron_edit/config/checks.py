@@ -25,7 +25,7 @@ def check(config: Config, world_size: int, local_world_size: int, device: str) -
     """All problems of `config` (resolved or not) on `world_size` ranks, `local_world_size` a node; [] when
     it works.
 
-    `device`: "cpu" or "cuda", what the machine has. Pure apart from looking at paths; creates nothing.
+    `device`: "cpu" or "cuda", what the machine has. Pure apart from looking at paths; leaves nothing behind.
     """
     by_itself = {
         name: problem for name in SETTINGS if (problem := value_problem(SETTINGS[name], value_of(config, name)))

@@ -85,7 +85,7 @@ class IndexedFiles:
         self.prefix = prefix
         idx_path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         for path in (idx_path, bin_path):
-            if not path.is_file():
+            if not os.path.isfile(path):  # unlike Path.is_file, also for a name that is too long
                 stem, extension = os.path.splitext(prefix)
                 hint = f"; give the prefix, {stem}" if extension in (".bin", ".idx") else ""
                 raise DataError(f"{path} does not exist{hint}")

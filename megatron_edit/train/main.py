@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_edit.checkpoint.store import CheckpointError
+from megatron_edit.checkpoint.store import CheckpointError, check_load
 from megatron_edit.config.arithmetic import describe
 from megatron_edit.config.configure import configure
 from megatron_edit.config.notes import notes
@@ -42,6 +42,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         assert plan is not None
         check_transformer_engine(config.model.transformer_impl)
         platform = get_platform(config.training.device, int(environment.get("LOCAL_RANK", "0")))
+        check_load(config.checkpoint.load, config.checkpoint.save)
         checked = check_data(config)
         if rank == 0:
             for line in (*notes(config), *checked.notes, describe(config, plan, checked.tokenizer.vocab_size)):
