@@ -29,7 +29,8 @@ A second SIGINT (Ctrl-C again), a second or more after the first, ends that rank
 without saving. Further SIGTERM and SIGUSR1 are ignored: schedulers send several as normal course (USR1 as a
 warning, TERM at the limit), launchers pass them on twice, and a save in progress must survive both; SIGKILL
 remains. torchrun kills its workers 30 s after it was asked to stop, unless it is given a longer
-`--shutdown-timeout`, and passes SIGUSR1 on only when TORCHELASTIC_SIGNALS_TO_HANDLE lists it.
+`--shutdown-timeout`, and passes SIGUSR1 on only when its `--signals-to-handle` lists it (torch 2.13: torchrun
+itself overwrites TORCHELASTIC_SIGNALS_TO_HANDLE).
 
 `should_stop` counts boundaries, not optimizer steps: a method whose replicas make unequal numbers of steps
 calls it at its syncs, with the number of the sync.

@@ -95,7 +95,7 @@ def test_any_signal_at_any_moment_stops_all_ranks_after_one_iteration() -> None:
         assert all(outcome == outcomes[0] for outcome in outcomes), f"trial {trial}, {plan}: {outcomes}"
         assert outcomes[0]["stopped_after"] == outcomes[0]["said"] >= plan["start"]
         assert (outcomes[0]["asked"], outcomes[0]["cause"]) in [(r, s.name) for r, s in plan["signals"]]
-        assert seconds < 5, f"trial {trial} took {seconds:.1f} s to stop"
+        assert seconds < 10, f"trial {trial} took {seconds:.1f} s to stop"
     assert max(results[0][trial]["stopped_after"] for trial in range(TRIALS)) > 20  # they did run
 
 
@@ -115,9 +115,7 @@ def test_a_rank_that_does_not_come_to_its_boundary_still_answers(how: str) -> No
             dist.all_reduce(torch.ones(1), group=user_and_1)
             return 0.0
         store = dist.distributed_c10d._get_default_store()
-        with StopCoordinator(
-            store, rank, 2, next_boundary=0, timeout_seconds=20, poll_seconds=0.05
-        ) as stopper:
+        with StopCoordinator(store, rank, 2, next_boundary=0, timeout_seconds=20, poll_seconds=0.05) as stopper:
             assert stopper.should_stop(0) is None
             dist.barrier()
             started = time.monotonic()

@@ -117,9 +117,7 @@ def test_silent_rank_is_named_after_the_time_out() -> None:
     store = HashStore()
     with coordinator(store, 0, 3, timeout_seconds=0.2) as stopper, coordinator(store, 2, 3):
         stopper.request_stop("SIGTERM")
-        with pytest.raises(
-            StopAgreementError, match=r"SIGTERM on rank 0.*no answer from rank 1 within 0\.2 s"
-        ):
+        with pytest.raises(StopAgreementError, match=r"SIGTERM on rank 0.*no answer from rank 1 within 0\.2 s"):
             run_to_stop(stopper, 0)
 
 
@@ -140,9 +138,7 @@ def test_exit_duration_is_rank_0s_clock() -> None:
         started = time.monotonic()
         reason = run_to_stop(one, 0)
         assert time.monotonic() - started >= 0.09
-        assert (
-            reason is not None and reason.rank == 0 and "exit duration of 0.00166667 minutes" in str(reason)
-        )
+        assert reason is not None and reason.rank == 0 and "exit duration of 0.00166667 minutes" in str(reason)
         assert run_to_stop(two, 0) == reason
 
 
