@@ -124,3 +124,24 @@ def test_links_lead_somewhere(page: Path) -> None:
     targets = [target for target in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in target]
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert missing == []
+
+
+def test_readme_lists_every_file() -> None:
+    """The tree in README.md has a line for each file of the package, the tools, the benchmarks and the docs."""
+    tree = re.search(r"^## The tree\n\n```\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert tree is not None
+    listed: list[str] = []
+    folders: list[str] = []
+    for line in tree[1].splitlines():
+        name, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2
+        folders[depth:] = [name]
+        if not name.endswith("/"):
+            listed.append("".join(folders))
+    wanted = {
+        str(path.relative_to(ROOT))
+        for pattern in ("megatron_edit/**/*.py", "tools/*.py", "benchmarks/*.py", "docs/*.md")
+        for path in ROOT.glob(pattern)
+        if path.name != "__init__.py"
+    }
+    assert wanted - set(listed) == set(), "add to the tree in README.md"
+    assert [name for name in listed if not (ROOT / name).exists()] == []
