@@ -25,6 +25,7 @@ from megatron_edit.data.errors import DataError
 from megatron_edit.model.transformer_engine import TransformerEngineError, check_transformer_engine
 from megatron_edit.platform import Platform, PlatformError, get_platform
 from megatron_edit.train.checked_data import CheckedData, check_data
+from megatron_edit.train.writers import package_problems
 
 USER_ERRORS = (ConfigError, DataError, PlatformError, TransformerEngineError, CheckpointError)
 SECONDS_FOR_THE_CAUSE = 3.0  # ranks that fail because another did wait so long before they speak
@@ -43,6 +44,8 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         check_transformer_engine(config.model.transformer_impl)
         platform = get_platform(config.training.device, int(environment.get("LOCAL_RANK", "0")))
         check_load(config.checkpoint.load, config.checkpoint.save)
+        if problems := package_problems(config.logging):
+            raise ConfigError(problems)
         checked = check_data(config)
         if rank == 0:
             for line in (*notes(config), *checked.notes, describe(config, plan, checked.tokenizer.vocab_size)):

@@ -1,50 +1,70 @@
-"""Where the numbers of a run go: the log, metrics.jsonl, TensorBoard, Weights & Biases, the progress display."""
+"""Where the words and numbers of a run go: the terminal and the metric files, from one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from megatron_edit.config.schema import Config
-from megatron_edit.train.loglines import (
-    EvaluationReport,
-    SyncReport,
-    TrainReport,
-    evaluation_line,
-    sync_line,
-    training_line,
-)
-
-Report = TrainReport | SyncReport | EvaluationReport
+from megatron_edit.config.settings import SETTINGS, value_of
+from megatron_edit.train.progress import AnyReport, ProgressDisplay, make_progress
+from megatron_edit.train.writers import MetricsWriter
 
 
 class RunOutput:
-    """One rank `writes`; on the others every call does nothing, except `warn`."""
+    """One rank `writes`; on the others every call does nothing, except `warn`.
+
+    `begin` comes once, when it is known at which iteration this start begins; lines said before are plain.
+    """
 
     def __init__(self, config: Config, *, writes: bool, train_iters: int) -> None:
+        self._config = config
         self._writes = writes
+        self._train_iters = train_iters
+        self._display: ProgressDisplay | None = None
+        self._writer: MetricsWriter | None = None
+
+    def begin(self, iteration: int) -> None:
+        """Opens display and files; what an earlier start wrote beyond `iteration` is not this run's."""
+        if not self._writes:
+            return
+        logging, save = self._config.logging, self._config.checkpoint.save
+        self._display = make_progress(logging.progress, train_iters=self._train_iters, iteration=iteration)
+        settings = {name: value_of(self._config, name) for name in SETTINGS}
+        self._writer = MetricsWriter(logging, save, iteration=iteration, settings=settings, say=self.say)
 
     def say(self, line: str) -> None:
         """One line for the user."""
-        if self._writes:
+        if not self._writes:
+            return
+        if self._display is None:
             print(line, flush=True)
+        else:
+            self._display.line(line)
 
     def warn(self, lines: Sequence[str]) -> None:
         """Lines that this rank alone knows, whichever rank it is."""
         for line in lines:
-            print(line, flush=True)
-
-    def show(self, reports: Sequence[Report]) -> None:
-        """Reports in the order in which they became complete."""
-        for report in reports:
-            if isinstance(report, TrainReport):
-                self.say(training_line(report))
-            elif isinstance(report, SyncReport):
-                self.say(sync_line(report))
+            if self._writes:
+                self.say(line)
             else:
-                self.say(evaluation_line(report))
+                print(line, flush=True)
 
-    def resume(self, iteration: int) -> None:
-        """What was written beyond `iteration` by an earlier start is not this run's."""
+    def advance(self, iteration: int) -> None:
+        """This rank has completed `iteration`."""
+        if self._display is not None:
+            self._display.advance(iteration)
+
+    def show(self, reports: Sequence[AnyReport]) -> None:
+        """Reports in the order in which they became complete."""
+        if self._display is None or self._writer is None:
+            return
+        for report in reports:
+            self._display.report(report)
+            self._writer.write(report)
 
     def close(self) -> None:
-        """Ends all writers."""
+        """Ends display and files."""
+        for part in (self._writer, self._display):
+            if part is not None:
+                part.close()
+        self._display = self._writer = None

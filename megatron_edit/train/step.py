@@ -20,7 +20,7 @@ class StepOutcome:
 
     loss_sum: torch.Tensor  # 0-d fp32, sum of masked token losses; 0 except on the last pipeline stage
     tokens: torch.Tensor  # 0-d, tokens that count; 0 except on the last pipeline stage
-    grad_norm: float  # of the replica's gradient, before clipping
+    grad_norm: float | None  # of the replica's gradient, before clipping; None: not computed
     updated: bool  # False: no token counted, or fp16 overflow; the parameters are as before
 
 
@@ -45,12 +45,12 @@ class TrainStep:
         replica.set_learning_rate(learning_rate)
         losses = replica.forward_backward(microbatches)
         if self._counts_no_token():
-            updated, grad_norm = False, 0.0  # Adam would decay the weights and move on its momentum
+            updated, grad_norm = False, None  # Adam would decay the weights and move on its momentum
         else:
             updated, grad_norm, _ = replica.optimizer.step()
         replica.engine.after_step(updated)
         loss_sum, tokens = sum_losses(losses, replica.mesh.platform.device)
-        return StepOutcome(loss_sum, tokens, float(grad_norm or 0.0), bool(updated))
+        return StepOutcome(loss_sum, tokens, grad_norm, bool(updated))
 
     def _finalize_gradients(
         self, model: list[torch.nn.Module], num_tokens: torch.Tensor, **megatron_arguments: Any

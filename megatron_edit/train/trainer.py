@@ -76,24 +76,26 @@ class Trainer:
 
     def fit(self) -> None:
         """Trains to the end, or until a stop is asked for; saves; writes and evaluates `final/` at the end."""
-        self._announce()
-        if self._resumed and self.iteration >= self.train_iters:
-            self._output.say(f"nothing left to do: resumed at iteration {self.iteration} of {self.train_iters}")
-            return
-        training = self.config.training
-        with StopCoordinator(
-            self._rendezvous_store,
-            self.mesh.rank,
-            self.mesh.layout.world_size,
-            next_boundary=self.iteration,
-            timeout_seconds=self.config.parallel.distributed_timeout_seconds,
-            exit_duration_minutes=training.exit_duration_in_mins,
-            handle_signals=training.exit_signal_handler,
-        ) as stop:
-            reason = self._iterate(stop)
-            self._end(reason)
-        self._loader.close()
-        self._output.close()
+        try:
+            self._announce()
+            self._output.begin(self.iteration)
+            if self._resumed and self.iteration >= self.train_iters:
+                self._output.say(f"nothing left to do: resumed at iteration {self.iteration} of {self.train_iters}")
+                return
+            training = self.config.training
+            with StopCoordinator(
+                self._rendezvous_store,
+                self.mesh.rank,
+                self.mesh.layout.world_size,
+                next_boundary=self.iteration,
+                timeout_seconds=self.config.parallel.distributed_timeout_seconds,
+                exit_duration_minutes=training.exit_duration_in_mins,
+                handle_signals=training.exit_signal_handler,
+            ) as stop:
+                self._end(self._iterate(stop))
+            self._loader.close()
+        finally:
+            self._output.close()
 
     def _iterate(self, stop: StopCoordinator) -> StopReason | str | None:
         """Iterations up to the end (None) or to the reason why the run stops before."""
@@ -136,6 +138,7 @@ class Trainer:
                 loss_scale=float(self.replica.optimizer.get_loss_scale()) if self.config.training.fp16 else None,
             )
         self._output.show(self._metrics.poll())
+        self._output.advance(self.iteration)
 
     def _report_sync(self) -> None:
         """A sync is complete after the same iteration on every rank, so all of them report it here together."""
@@ -199,6 +202,7 @@ class Trainer:
             self._output.say(f"no --save: iteration {self.iteration} is not saved")
             return
         with self._metrics.untimed():
+            self._flush_log()  # a start that resumes here finds the lines up to here
             state = rank_state_dict(self.engine, self.replica.optimizer)
             folder = self._checkpoints.save(
                 self.iteration, state, {"layout": asdict(self.mesh.layout), "vocab_size": self.vocab_size}
@@ -244,7 +248,6 @@ class Trainer:
             )
         load_rank_state_dict(store.load(found["iteration"]), self.engine, self.replica.optimizer)
         self.iteration = found["iteration"]
-        self._output.resume(self.iteration)
         self._output.say(f"resumed iteration {self.iteration} of {self.train_iters} from {checkpoint.load}")
         return True
 
