@@ -86,7 +86,7 @@ class RankRecord:
     losses: list[tuple[float, float]] = field(default_factory=list)  # (loss sum, tokens) of each step
     grad_norms: list[float] = field(default_factory=list)
     updated: list[bool] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    finished: list[float] = field(default_factory=list)  # end of each step, time.monotonic, one clock for all ranks
     syncs: list[SyncView] = field(default_factory=list)
     snapshots: dict[str, Parameters] = field(default_factory=dict)
     # At the end, of this rank's own shards: hashes of masters, model, anchor and momentum.
@@ -126,13 +126,12 @@ def train(replica: Replica, run: Run) -> RankRecord:
     engine.after_step = after_step  # type: ignore[method-assign]
     keep("initial", masters(replica))
     for iteration in range(1, run.steps + 1):
-        start = time.monotonic()
         microbatches = rank_microbatches(config, mesh, run.data(config, iteration))
         outcome = step.run(microbatches, learning_rate(config, iteration))
         record.losses.append((float(outcome.loss_sum), float(outcome.tokens)))
         record.grad_norms.append(outcome.grad_norm)
         record.updated.append(outcome.updated)
-        record.seconds.append(time.monotonic() - start)
+        record.finished.append(time.monotonic())
         _note_sync(replica, record, iteration)
     engine.drain()
     _note_sync(replica, record, iteration)
