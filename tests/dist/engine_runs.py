@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_edit.config.schema import Config
-from megatron_edit.model.sharding import gather_full_parameters
+from megatron_edit.model.names import canonical_name
+from megatron_edit.model.sharding import gather_full_parameters, partition_dim
 from megatron_edit.parallel.layout import Coordinates
 from megatron_edit.sync.engine import SyncDecision
 from megatron_edit.sync.modules import ModuleShard
@@ -84,12 +85,12 @@ class RankRecord:
     place: Coordinates
     keys: list[str]
     losses: list[tuple[float, float]] = field(default_factory=list)  # (loss sum, tokens) of each step
-    grad_norms: list[float] = field(default_factory=list)
+    grad_norms: list[float | None] = field(default_factory=list)  # None where nothing was updated
     updated: list[bool] = field(default_factory=list)
     finished: list[float] = field(default_factory=list)  # end of each step, time.monotonic, one clock for all ranks
     syncs: list[SyncView] = field(default_factory=list)
     snapshots: dict[str, Parameters] = field(default_factory=dict)
-    # At the end, of this rank's own shards: hashes of masters, model, anchor and momentum.
+    # At the end: hashes of what this rank holds, see `digests`.
     digests: dict[str, str] = field(default_factory=dict)
     # At the end: whether the whole model's weights on this rank are the whole masters, cast to its dtype.
     model_is_cast_of_masters: bool = False
@@ -141,6 +142,8 @@ def train(replica: Replica, run: Run) -> RankRecord:
         keep("outer momentum", engine.outer_momentum)
     for name in ("exp_avg", "exp_avg_sq"):
         keep(name, inner_moments(replica, name))
+    for chunk in replica.chunks:
+        chunk.start_param_sync(force_sync=True)
     record.digests = digests(replica)
     record.model_is_cast_of_masters = _model_is_cast_of_masters(replica)
     return record
@@ -228,8 +231,6 @@ def full_tensors(replica: Replica, flats: list[Tensor]) -> Parameters:
 
 
 def _model_is_cast_of_masters(replica: Replica) -> bool:
-    for chunk in replica.chunks:
-        chunk.start_param_sync(force_sync=True)
     groups = replica.mesh.process_groups
     model = gather_full_parameters(replica.chunks, VOCABULARY, groups.tp, groups.pp)
     whole = full_tensors(replica, masters(replica))
@@ -237,14 +238,23 @@ def _model_is_cast_of_masters(replica: Replica) -> bool:
 
 
 def digests(replica: Replica) -> dict[str, str]:
-    """Hashes of this rank's shards of all modules, and of the embedding's masters where it is."""
-    engine = replica.engine
-    flats = {"masters": masters(replica), "model": model_shards(replica)}
-    if embedding := [masters(replica)[module.index] for module in engine.modules if module.key == "embedding"]:
-        flats["embedding"] = embedding
-    if engine.anchor:
-        flats |= {"anchor": engine.anchor, "outer momentum": engine.outer_momentum}
-    return {name: digest(*tensors) for name, tensors in flats.items()}
+    """Hashes of this rank's shards (masters, model, anchor, outer momentum; the embedding's masters where it is), of
+    the weights that it computes with (weights), and of those among them that tensor parallelism does not cut
+    (replicated)."""
+    engine, named = replica.engine, {}
+    for chunk in replica.chunks:
+        named.update({canonical_name(chunk, name): parameter for name, parameter in chunk.named_parameters()})
+    own = masters(replica)
+    groups = {
+        "masters": own,
+        "model": model_shards(replica),
+        "anchor": engine.anchor,
+        "outer momentum": engine.outer_momentum,
+        "embedding": [own[module.index] for module in engine.modules if module.key == "embedding"],
+        "weights": list(named.values()),
+        "replicated": [parameter for name, parameter in named.items() if partition_dim(name) is None],
+    }
+    return {name: digest(*tensors) for name, tensors in groups.items() if tensors}
 
 
 def digest(*tensors: Tensor) -> str:
