@@ -9,27 +9,25 @@ iterations that are the same on all of them; in between, nothing here waits for 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_edit.checkpoint.rank_state import load_rank_state_dict, rank_state_dict
-from megatron_edit.checkpoint.store import CheckpointError, CheckpointStore
 from megatron_edit.config.schema import Config
+from megatron_edit.config.settings import is_given
 from megatron_edit.model.sharding import local_parameter_count, parameter_count
 from megatron_edit.platform import Platform
 from megatron_edit.train.checked_data import CheckedData
+from megatron_edit.train.checkpointing import Position, RunCheckpoints
 from megatron_edit.train.data import RunData
 from megatron_edit.train.evaluate import evaluate
-from megatron_edit.train.final_weights import save_final
 from megatron_edit.train.loglines import EvaluationReport
 from megatron_edit.train.metrics import MetricsReducer, Reporter, Throughput, training_flops_per_token
 from megatron_edit.train.output import RunOutput
 from megatron_edit.train.replica import build_replica, mesh_of
-from megatron_edit.train.schedule import LearningRateSchedule
 from megatron_edit.train.signals import StopCoordinator, StopReason, exit_interval_reached
 from megatron_edit.train.step import StepOutcome, TrainStep
 from megatron_edit.train.sync_report import stage_sync_report
@@ -45,21 +43,23 @@ class Trainer:
         training = config.training
         assert training.train_iters is not None and training.global_batch_size is not None
         self.config = config
-        self.train_iters: int = training.train_iters
         self.global_batch_size: int = training.global_batch_size
-        self.iteration = 0  # completed iterations
         self.vocab_size = checked.tokenizer.vocab_size
         self.mesh = mesh_of(config, platform)
         self.data = RunData(config, checked, self.mesh)
         self.replica = build_replica(config, self.mesh, self.vocab_size)
         self.engine = self.replica.engine
         self._step = TrainStep(self.replica)
-        self._schedule = LearningRateSchedule(config.optimizer, self.train_iters, self.global_batch_size)
-        self._checkpoints = _store_of(config.checkpoint.save, self.mesh.world_control_group)
-        self._output = RunOutput(config, writes=self.mesh.rank == 0, train_iters=self.train_iters)
+        self._output = RunOutput(config, writes=self.mesh.rank == 0)
+        self._checkpoints = RunCheckpoints(config, self.replica, self.vocab_size, self._output.say)
+        start = self._checkpoints.load()
+        self._started_at = start.position
+        self._resumed = start.resumed
+        self._schedule = start.schedule
+        self.train_iters = start.train_iters
+        self.iteration = start.position.iteration  # completed iterations
         self._rendezvous_store = store
         self._sample_ids = _SampleIdFile(config.data.log_sample_ids, self.mesh.is_replica_leader, self.mesh.replica)
-        self._resumed = self._resume()
         self._loader = self.data.loader(self.consumed_samples)
         self._metrics = MetricsReducer(
             self.mesh.world_control_group,
@@ -72,13 +72,22 @@ class Trainer:
     @property
     def consumed_samples(self) -> int:
         """Samples of all replicas in the completed iterations."""
-        return self.iteration * self.global_batch_size
+        return self._started_at.consumed_samples + self._iterations_here * self.global_batch_size
+
+    @property
+    def _iterations_here(self) -> int:
+        """Iterations since this start."""
+        return self.iteration - self._started_at.iteration
+
+    @property
+    def _position(self) -> Position:
+        return replace(self._started_at, iteration=self.iteration, consumed_samples=self.consumed_samples)
 
     def fit(self) -> None:
         """Trains to the end, or until a stop is asked for; saves; writes and evaluates `final/` at the end."""
         try:
             self._announce()
-            self._output.begin(self.iteration)
+            self._output.begin(self.iteration, self.train_iters)
             if self._resumed and self.iteration >= self.train_iters:
                 self._output.say(f"nothing left to do: resumed at iteration {self.iteration} of {self.train_iters}")
                 return
@@ -111,7 +120,7 @@ class Trainer:
 
     def _train_iteration(self) -> None:
         microbatches, sample_ids = self._loader.next_batch()
-        learning_rate = self._schedule.at_iteration(self.iteration + 1)
+        learning_rate = self._learning_rate()
         outcome = self._step.run(microbatches, learning_rate)
         self.iteration += 1
         self._sample_ids.write(self.iteration, sample_ids)
@@ -119,9 +128,16 @@ class Trainer:
         interval = self.config.evaluation.eval_interval
         if interval and self.iteration % interval == 0 and self.iteration < self.train_iters:
             self._evaluate("validation", self.data.evaluation_splits[:1])
-        interval = self.config.checkpoint.save_interval
-        if interval and self.iteration % interval == 0 and self.iteration < self.train_iters:
+        if self._checkpoints.due(self.iteration) and self.iteration < self.train_iters:
             self._save()
+        self._checkpoints.poll()
+
+    def _learning_rate(self) -> float:
+        """Rate of the next step. Where the run's length is given in samples, its position is counted in samples."""
+        start = self._started_at
+        if is_given(self.config, "train_samples"):
+            return self._schedule.at_samples(self.consumed_samples - start.schedule_samples)
+        return self._schedule.at_iteration(self.iteration - start.schedule_iteration + 1)
 
     # ---- the log -----------------------------------------------------------------------------------------------------
 
@@ -197,22 +213,15 @@ class Trainer:
             shown = name if split == "valid" else "test"
             self._output.show([EvaluationReport(self.iteration, shown, result.loss, result.tokens)])
 
-    def _save(self) -> None:
-        if self._checkpoints is None:
-            self._output.say(f"no --save: iteration {self.iteration} is not saved")
-            return
+    def _save(self, *, wait: bool = False) -> None:
         with self._metrics.untimed():
             self._flush_log()  # a start that resumes here finds the lines up to here
-            state = rank_state_dict(self.engine, self.replica.optimizer)
-            folder = self._checkpoints.save(
-                self.iteration, state, {"layout": asdict(self.mesh.layout), "vocab_size": self.vocab_size}
-            )
+            self._checkpoints.save(self._position, self._schedule, wait=wait)
         self._report_sync()
-        self._output.say(f"saved iteration {self.iteration} to {folder}")
 
     def _end(self, reason: StopReason | str | None) -> None:
         """The resumable checkpoint; at the end of training also a last sync, `final/` and the last evaluation."""
-        self._save()
+        self._save(wait=True)
         self._flush_log()
         if reason is not None:
             self._output.say(str(reason))
@@ -220,40 +229,11 @@ class Trainer:
         self.engine.sync_now()
         self._report_sync()
         self._flush_log()
-        if self._checkpoints is not None:
-            save_final(self._checkpoints, self.replica, iteration=self.iteration, vocab_size=self.vocab_size)
-            self._output.say(f"saved the final weights to {self._checkpoints.directory / 'final'}")
+        self._checkpoints.save_final(self.iteration)
         if self.config.evaluation.eval_at_end:
             self._evaluate("validation", self.data.evaluation_splits)
             if not self.data.evaluation_splits:
                 self._output.say("nothing was evaluated: no validation data, or --eval-iters 0")
-
-    def _resume(self) -> bool:
-        """Takes up the checkpoint of --load, when there is one. Returns whether it did."""
-        checkpoint = self.config.checkpoint
-        store = _store_of(checkpoint.load, self.mesh.world_control_group)
-        if store is None:
-            return False
-        found = store.latest()
-        if found is None:
-            if checkpoint.load == checkpoint.save:
-                self._output.say(f"--load {checkpoint.load} is empty: first start")
-                return False
-            raise CheckpointError(f"--load {checkpoint.load}: there is no latest_checkpointed_iteration.txt in it")
-        saved_layout, layout = found["layout"], asdict(self.mesh.layout)
-        if saved_layout != layout:
-            raise CheckpointError(
-                f"--load {checkpoint.load}: iteration {found['iteration']} was saved with the grid {saved_layout}, "
-                f"this run has {layout}; resuming on another layout is not supported yet"
-            )
-        load_rank_state_dict(store.load(found["iteration"]), self.engine, self.replica.optimizer)
-        self.iteration = found["iteration"]
-        self._output.say(f"resumed iteration {self.iteration} of {self.train_iters} from {checkpoint.load}")
-        return True
-
-
-def _store_of(directory: str | None, group: dist.ProcessGroup) -> CheckpointStore | None:
-    return CheckpointStore(directory, group) if directory else None
 
 
 class _SampleIdFile:

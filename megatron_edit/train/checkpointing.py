@@ -1,0 +1,242 @@
+"""What a run saves and takes up: the trainer's side of `checkpoint/`, what the flags mean and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from megatron_edit.checkpoint.errors import CheckpointError
+from megatron_edit.checkpoint.finder import find_checkpoint
+from megatron_edit.checkpoint.folders import same_folder
+from megatron_edit.checkpoint.restore import describe_candidate, layout_description, restore, restore_weights
+from megatron_edit.checkpoint.training_state import TrainingState
+from megatron_edit.checkpoint.writer import CheckpointWriter, Saved
+from megatron_edit.config.schema import Config, OptimizerConfig
+from megatron_edit.config.settings import is_given
+from megatron_edit.train.replica import Replica
+from megatron_edit.train.schedule import LearningRateSchedule
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands, and where its learning rate schedule began: iterations, and samples of all replicas."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    schedule_iteration: int = 0
+    schedule_samples: int = 0
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run begins with."""
+
+    position: Position
+    train_iters: int
+    schedule: LearningRateSchedule
+    resumed: bool  # the run of the checkpoint goes on; False for a new one, --finetune included
+
+
+class RunCheckpoints:
+    """Checkpoints of one run. Every method is collective over all ranks.
+
+    Raises CheckpointError when another run saves into the folder of --save.
+    """
+
+    def __init__(self, config: Config, replica: Replica, vocab_size: int, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._settings = config.checkpoint
+        self._replica = replica
+        self._engine = replica.engine
+        self._group = replica.mesh.checkpoint_group
+        self._say = say
+        self._vocab_size = vocab_size
+        self._state = TrainingState(replica.engine, replica.optimizer, config.model, vocab_size)
+        self._saved_iteration: int | None = None
+        self._is_due = False
+        self._writer: CheckpointWriter | None = None
+        if self._settings.save:
+            self._writer = CheckpointWriter(
+                self._settings.save, self._group, keep=self._settings.keep_checkpoints, say=say
+            )
+
+    # ---- saving ----------------------------------------------------------------------------------------------------
+
+    def due(self, iteration: int) -> bool:
+        """Whether `iteration` is to be saved. A compact checkpoint waits for the next sync."""
+        interval = self._settings.save_interval
+        self._is_due = self._is_due or bool(interval and iteration % interval == 0)
+        return self._is_due and (self._settings.save_scope == "full" or self._at_sync)
+
+    def save(self, position: Position, schedule: LearningRateSchedule, *, wait: bool = False) -> None:
+        """Completes a due sync and saves; says so when it is durable. Nothing is done twice for one iteration.
+
+        `wait`: also with --async-save the checkpoint is complete on return.
+        """
+        self._engine.drain()
+        if self._writer is None:
+            self._say(f"no --save: iteration {position.iteration} is not saved")
+        elif self._saved_iteration != position.iteration:
+            self._report(self._writer.finished(wait=True))
+            self._write(self._writer, position, schedule)
+        if self._writer is not None and wait:
+            self._report(self._writer.finished(wait=True))
+
+    def poll(self) -> None:
+        """Says when a save in the background is complete. Raises SaveError when it failed."""
+        if self._writer is not None:
+            self._report(self._writer.finished())
+
+    def save_final(self, iteration: int) -> None:
+        """Writes `final/`: weights only, of the last sync, in the model's dtype. Any layout can read it."""
+        if self._writer is None:
+            return
+        self._engine.drain()
+        content = {**self._description(iteration), "scope": "weights"}
+        saved = self._writer.save_final(self._state.tensors_to_save("weights"), content)
+        self._say(f"saved the final weights to {saved.folder}")
+
+    def _write(self, writer: CheckpointWriter, position: Position, schedule: LearningRateSchedule) -> None:
+        scope = self._settings.save_scope if self._at_sync else "full"
+        if scope != self._settings.save_scope:
+            self._say(f"iteration {position.iteration} lies between two syncs: its checkpoint is a full one")
+        numbers = self._state.numbers(self._group)
+        content = {
+            **self._description(position.iteration),
+            "scope": scope,
+            "consumed_samples": position.consumed_samples,
+            "schedule": {
+                "iteration": position.schedule_iteration,
+                "samples": position.schedule_samples,
+                "global_batch_size": schedule.global_batch_size,
+                "train_iters": schedule.train_iters,
+                "optimizer": asdict(schedule.optimizer),
+            },
+            **numbers,
+            "replicas": numbers["replicas"] if scope == "full" else numbers["replicas"][:1],
+        }
+        tensors = self._state.tensors_to_save(scope)
+        if self._settings.async_save:
+            writer.save_in_background(position.iteration, tensors, content)
+        else:
+            self._report(writer.save(position.iteration, tensors, content))
+        self._saved_iteration = position.iteration
+        self._is_due = False
+
+    def _report(self, saved: Saved | None) -> None:
+        if saved is None:
+            return
+        self._say(f"saved iteration {saved.iteration} to {saved.folder}")
+        if saved.deleted:
+            self._say(f"deleted the checkpoints of iterations {', '.join(map(str, saved.deleted))}")
+
+    def _description(self, iteration: int) -> dict[str, Any]:
+        return {
+            "iteration": iteration,
+            "layout": layout_description(self._state),
+            "method": self._config.edit.edit_method,
+            "vocab_size": self._vocab_size,
+            "model": asdict(self._config.model),
+            "versions": {name: _version(name) for name in ("megatron_edit", "megatron-core", "torch")},
+        }
+
+    @property
+    def _at_sync(self) -> bool:
+        """Whether all replicas hold the same weights, once a due sync is completed."""
+        trigger = self._engine.trigger
+        return trigger.warmup_end is None or (trigger.steps - trigger.warmup_end) % trigger.interval == 0
+
+    # ---- loading ---------------------------------------------------------------------------------------------------
+
+    def load(self) -> Start:
+        """Takes up the checkpoint of --load, if there is one. Raises CheckpointError."""
+        settings, load = self._settings, self._settings.load
+        candidate = None
+        if load is not None:
+            candidate = find_checkpoint(
+                load, self._group, step=settings.ckpt_step, fallback=settings.load_fallback, say=self._say
+            )
+            if candidate is None and not same_folder(load, settings.save):
+                raise CheckpointError(f"--load {load}: there is no complete checkpoint in it")
+            if candidate is None:
+                self._say(f"--load {load} is empty: first start")
+        if candidate is None:
+            return self._start(Position(), resumed=False)
+        saved = candidate.manifest.content
+        weights_only = settings.finetune or not settings.load_optim
+        if weights_only:
+            iteration = 0 if settings.finetune else candidate.manifest.iteration
+            consumed = 0 if settings.finetune else saved.get("consumed_samples")
+            if consumed is None:
+                raise CheckpointError(f"{candidate.folder} holds weights only: give --finetune to start from them")
+            position = Position(iteration, consumed, iteration, consumed)
+            remarks = restore_weights(self._state, candidate, self._group, iteration=iteration)
+            remarks.append("learning rate: the flags' schedule, from its first step: only weights were loaded")
+            start = self._start(position, resumed=iteration > 0)
+            what = "started from the weights of"
+        else:
+            remarks = restore(
+                self._state,
+                candidate,
+                self._group,
+                random_states=settings.load_rng,
+                seed=self._config.training.seed,
+            )
+            if not settings.load_rng:
+                remarks.append("--no-load-rng: generators (dropout) are as at the start of a run")
+            schedule = saved["schedule"]
+            position = Position(
+                candidate.manifest.iteration, saved["consumed_samples"], schedule["iteration"], schedule["samples"]
+            )
+            start = self._start(position, resumed=True, saved_schedule=schedule)
+            remarks.append(self._schedule_remark(schedule))
+            what = "resumed"
+        self._say(f"loaded {describe_candidate(candidate.folder, saved)}")
+        for remark in remarks:
+            self._say(remark)
+        self._say(f"{what} iteration {candidate.manifest.iteration} of {start.train_iters} from {load}")
+        return start
+
+    def _start(
+        self, position: Position, *, resumed: bool, saved_schedule: dict[str, Any] | None = None
+    ) -> Start:
+        training, optimizer = self._config.training, self._config.optimizer
+        assert training.train_iters is not None and training.global_batch_size is not None
+        train_iters, batch = training.train_iters, training.global_batch_size
+        if is_given(self._config, "train_samples"):
+            assert training.train_samples is not None
+            train_iters = position.iteration + max(0, training.train_samples - position.consumed_samples) // batch
+        if self._settings.use_checkpoint_opt_param_scheduler and saved_schedule is not None:
+            schedule = LearningRateSchedule(
+                OptimizerConfig(**saved_schedule["optimizer"]),
+                saved_schedule["train_iters"],
+                saved_schedule["global_batch_size"],
+            )
+        else:
+            length = max(1, train_iters - position.schedule_iteration)
+            if self._config.sources.get("lr_decay_iters") == "derived":  # as long as what the run has left
+                optimizer = replace(optimizer, lr_decay_iters=length)
+            schedule = LearningRateSchedule(optimizer, length, batch)
+        return Start(position, train_iters, schedule, resumed)
+
+    def _schedule_remark(self, saved: dict[str, Any]) -> str:
+        """Which source won, and what it changes."""
+        flags, theirs = asdict(self._config.optimizer), saved["optimizer"]
+        names = [name for name in theirs if name.startswith(("lr", "min_lr"))]
+        if flags["lr_decay_style"] == theirs["lr_decay_style"] == "constant":
+            names = [name for name in names if "decay" not in name and name != "min_lr"]
+        changed = ", ".join(f"{name} {theirs[name]} -> {flags[name]}" for name in names if flags[name] != theirs[name])
+        if self._settings.use_checkpoint_opt_param_scheduler:
+            lost = f"; not used of the flags: {changed}" if changed else ""
+            return f"learning rate: the checkpoint's schedule (--use-checkpoint-opt_param-scheduler){lost}"
+        how = " (--override-opt_param-scheduler)" if self._settings.override_opt_param_scheduler else ""
+        return f"learning rate: the flags' schedule{how}; " + (changed or "the checkpoint's is the same")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
