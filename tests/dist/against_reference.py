@@ -44,7 +44,7 @@ def run_reference(run: Run) -> RunResult:
     """Reference of `run`, computed once for all layouts: they differ in nothing that it is told."""
     config = run.config
     assert config.edit.edit_num_replicas is not None
-    key = (_shape(config), _settings(config), config.edit.edit_num_replicas, config.training.global_batch_size)
+    key = (reference_shape(config), _settings(config), config.edit.edit_num_replicas, config.training.global_batch_size)
     return _reference(_Keyed(run, (*key, run.steps, id(run.data), id(run.spoil), config.optimizer.lr)))
 
 
@@ -64,7 +64,7 @@ class _Keyed:
 @lru_cache(maxsize=32)
 def _reference(keyed: _Keyed) -> RunResult:
     run, config = keyed.run, keyed.run.config
-    shape, replicas = _shape(config), config.edit.edit_num_replicas
+    shape, replicas = reference_shape(config), config.edit.edit_num_replicas
     initial = {
         name: initial_tensor(name, size, config.model, config.training.seed).double()
         for name, size in shape.parameter_shapes().items()
@@ -84,7 +84,7 @@ def _reference(keyed: _Keyed) -> RunResult:
     return run_edit(shape, initial, batches, rates, _settings(config), spoil)
 
 
-def _shape(config: Config) -> LlamaShape:
+def reference_shape(config: Config) -> LlamaShape:
     model = config.model
     assert model.ffn_hidden_size and model.num_query_groups and model.kv_channels
     return LlamaShape(
@@ -135,7 +135,8 @@ def _errors(run: Run, records: list[RankRecord], reference: RunResult) -> Iterat
             yield "weights before a sync", _largest(before, sync.local_parameters[i])
         yield "parameters", _largest(leader.snapshots["parameters"], reference.parameters[i])
         for j, name in enumerate(("exp_avg", "exp_avg_sq")):
-            moments = {key: pair[j] for key, pair in reference.moments[i].items()}
+            moments = {key: torch.zeros_like(value) for key, value in reference.parameters[i].items()}
+            moments |= {key: pair[j] for key, pair in reference.moments[i].items()}  # none before a first step
             yield "moments", _largest(leader.snapshots[name], moments)
         if reference.anchor is not None:
             yield "anchor", _largest(leader.snapshots["anchor"], reference.anchor)
@@ -159,7 +160,7 @@ def _step_errors(records: list[RankRecord], reference: RunResult) -> Iterator[tu
 
 
 def _sync_errors(run: Run, records: list[RankRecord], reference: RunResult) -> Iterator[tuple[str, float]]:
-    keys = [key.replace("layer ", "layers.") for key in _shape(run.config).modules()]
+    keys = [key.replace("layer ", "layers.") for key in reference_shape(run.config).modules()]
     for record in records:
         iterations = [view.iteration for view in record.syncs]
         yield "iterations of the syncs", float(iterations != [sync.iteration for sync in reference.syncs])

@@ -40,7 +40,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "R4": (4, {"edit_num_replicas": 4, "edit_pseudo_grad_clip": 0.09}),
     "R3": (3, {"edit_num_replicas": 3, "global_batch_size": 6}),
     "R2xS3": (6, {"global_batch_size": 12}),
+    "R2xS2xTP2": (8, TP2),
     "R2xS2xPP2": (8, PP2),
+    "R2xS2xPP2 interleaved": (8, {**PP2, **TWO_CHUNKS}),
+    "R2xPP4": (8, {"pipeline_model_parallel_size": 4}),
     "R1xS2": (2, {"edit_num_replicas": 1}),
 }
 
