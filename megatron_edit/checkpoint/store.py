@@ -108,11 +108,13 @@ class CheckpointStore:
         path = self.directory / f"iter_{int(text):07d}" / "metadata.json"
         if not path.exists():
             raise CheckpointError(f"--load: {pointer} names iteration {text}, but {path} is missing")
-        metadata: dict[str, Any] = json.loads(path.read_text())
-        if metadata["format_version"] > FORMAT_VERSION:
-            raise CheckpointError(
-                f"--load: {path} has format {metadata['format_version']}, this program reads up to {FORMAT_VERSION}"
-            )
+        try:
+            metadata: dict[str, Any] = json.loads(path.read_text())
+            version = metadata["format_version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"--load: {path} is damaged: {type(error).__name__}: {error}") from None
+        if version > FORMAT_VERSION:
+            raise CheckpointError(f"--load: {path} has format {version}, this program reads up to {FORMAT_VERSION}")
         return metadata
 
 

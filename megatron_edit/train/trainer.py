@@ -19,7 +19,9 @@ import torch.distributed as dist
 from megatron_edit.checkpoint.rank_state import load_rank_state_dict, rank_state_dict
 from megatron_edit.checkpoint.store import CheckpointError, CheckpointStore
 from megatron_edit.config.schema import Config
+from megatron_edit.config.settings import flag_of
 from megatron_edit.model.sharding import local_parameter_count, parameter_count
+from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.platform import Platform
 from megatron_edit.train.checked_data import CheckedData
 from megatron_edit.train.data import RunData
@@ -33,6 +35,12 @@ from megatron_edit.train.schedule import LearningRateSchedule
 from megatron_edit.train.signals import StopCoordinator, StopReason, exit_interval_reached
 from megatron_edit.train.step import StepOutcome, TrainStep
 from megatron_edit.train.sync_report import stage_sync_report
+from megatron_edit.train.writers import drop_lines_after
+
+MAY_CHANGE = (  # settings of the model that a run may be resumed with
+    "model_size", "seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout", "init_method_std",
+    "transformer_impl",
+)  # fmt: skip
 
 
 class Trainer:
@@ -48,6 +56,7 @@ class Trainer:
         self.train_iters: int = training.train_iters
         self.global_batch_size: int = training.global_batch_size
         self.iteration = 0  # completed iterations
+        self.consumed_samples = 0  # of all replicas, in the completed iterations
         self.vocab_size = checked.tokenizer.vocab_size
         self.mesh = mesh_of(config, platform)
         self.data = RunData(config, checked, self.mesh)
@@ -58,8 +67,10 @@ class Trainer:
         self._checkpoints = _store_of(config.checkpoint.save, self.mesh.world_control_group)
         self._output = RunOutput(config, writes=self.mesh.rank == 0, train_iters=self.train_iters)
         self._rendezvous_store = store
-        self._sample_ids = _SampleIdFile(config.data.log_sample_ids, self.mesh.is_replica_leader, self.mesh.replica)
         self._resumed = self._resume()
+        self._logged_iteration = self.iteration
+        self._learning_rate = 0.0  # of the last step
+        self._sample_ids = _SampleIdFile(config.data.log_sample_ids, self.mesh, self.iteration)
         self._loader = self.data.loader(self.consumed_samples)
         self._metrics = MetricsReducer(
             self.mesh.world_control_group,
@@ -68,11 +79,6 @@ class Trainer:
             train_iters=self.train_iters,
             throughput=self._throughput() if config.logging.log_throughput else None,
         )
-
-    @property
-    def consumed_samples(self) -> int:
-        """Samples of all replicas in the completed iterations."""
-        return self.iteration * self.global_batch_size
 
     def fit(self) -> None:
         """Trains to the end, or until a stop is asked for; saves; writes and evaluates `final/` at the end."""
@@ -111,11 +117,12 @@ class Trainer:
 
     def _train_iteration(self) -> None:
         microbatches, sample_ids = self._loader.next_batch()
-        learning_rate = self._schedule.at_iteration(self.iteration + 1)
-        outcome = self._step.run(microbatches, learning_rate)
+        self._learning_rate = self._schedule.at_samples(self.consumed_samples)
+        outcome = self._step.run(microbatches, self._learning_rate)
         self.iteration += 1
+        self.consumed_samples += self.global_batch_size
         self._sample_ids.write(self.iteration, sample_ids)
-        self._log(outcome, learning_rate)
+        self._log(outcome)
         interval = self.config.evaluation.eval_interval
         if interval and self.iteration % interval == 0 and self.iteration < self.train_iters:
             self._evaluate("validation", self.data.evaluation_splits[:1])
@@ -125,20 +132,27 @@ class Trainer:
 
     # ---- the log -----------------------------------------------------------------------------------------------------
 
-    def _log(self, outcome: StepOutcome, learning_rate: float) -> None:
+    def _log(self, outcome: StepOutcome) -> None:
         self._metrics.accumulate(outcome.loss_sum, outcome.tokens, outcome.grad_norm, skipped=not outcome.updated)
         self._report_sync()
-        if self.iteration % self.config.logging.log_interval == 0 or self.iteration == self.train_iters:
-            self._metrics.emit(
-                self.iteration,
-                consumed_samples=self.consumed_samples,
-                learning_rate=learning_rate,
-                global_batch_size=self.global_batch_size,
-                local_steps=not self.engine.synchronous,
-                loss_scale=float(self.replica.optimizer.get_loss_scale()) if self.config.training.fp16 else None,
-            )
+        if self.iteration % self.config.logging.log_interval == 0:
+            self._emit()
         self._output.show(self._metrics.poll())
         self._output.advance(self.iteration)
+
+    def _emit(self) -> None:
+        """A line on the iterations since the last one, if there were any."""
+        if self._logged_iteration == self.iteration:
+            return
+        self._logged_iteration = self.iteration
+        self._metrics.emit(
+            self.iteration,
+            consumed_samples=self.consumed_samples,
+            learning_rate=self._learning_rate,
+            global_batch_size=self.global_batch_size,
+            local_steps=not self.engine.synchronous,
+            loss_scale=float(self.replica.optimizer.get_loss_scale()) if self.config.training.fp16 else None,
+        )
 
     def _report_sync(self) -> None:
         """A sync is complete after the same iteration on every rank, so all of them report it here together."""
@@ -204,14 +218,14 @@ class Trainer:
         with self._metrics.untimed():
             self._flush_log()  # a start that resumes here finds the lines up to here
             state = rank_state_dict(self.engine, self.replica.optimizer)
-            folder = self._checkpoints.save(
-                self.iteration, state, {"layout": asdict(self.mesh.layout), "vocab_size": self.vocab_size}
-            )
+            metadata = {"consumed_samples": self.consumed_samples, **self._saved_for()}
+            folder = self._checkpoints.save(self.iteration, state, metadata)
         self._report_sync()
         self._output.say(f"saved iteration {self.iteration} to {folder}")
 
     def _end(self, reason: StopReason | str | None) -> None:
         """The resumable checkpoint; at the end of training also a last sync, `final/` and the last evaluation."""
+        self._emit()
         self._save()
         self._flush_log()
         if reason is not None:
@@ -235,21 +249,30 @@ class Trainer:
         if store is None:
             return False
         found = store.latest()
-        if found is None:
-            if checkpoint.load == checkpoint.save:
-                self._output.say(f"--load {checkpoint.load} is empty: first start")
-                return False
-            raise CheckpointError(f"--load {checkpoint.load}: there is no latest_checkpointed_iteration.txt in it")
-        saved_layout, layout = found["layout"], asdict(self.mesh.layout)
-        if saved_layout != layout:
+        if found is None:  # and `check_load` has found that --load is --save
+            self._output.say(f"--load {checkpoint.load} is empty: first start")
+            return False
+        iteration = found["iteration"]
+        differences = [
+            f"{what} was {saved}, is {value}"
+            for part, values in self._saved_for().items()
+            for what, value in values.items()
+            if (saved := found[part].get(what, value)) != value
+        ]
+        if differences:
             raise CheckpointError(
-                f"--load {checkpoint.load}: iteration {found['iteration']} was saved with the grid {saved_layout}, "
-                f"this run has {layout}; resuming on another layout is not supported yet"
+                f"--load {checkpoint.load}: iteration {iteration} is of another run ({'; '.join(differences)}), and "
+                "resuming with another model or layout is not supported yet"
             )
-        load_rank_state_dict(store.load(found["iteration"]), self.engine, self.replica.optimizer)
-        self.iteration = found["iteration"]
-        self._output.say(f"resumed iteration {self.iteration} of {self.train_iters} from {checkpoint.load}")
+        load_rank_state_dict(store.load(iteration), self.engine, self.replica.optimizer)
+        self.iteration, self.consumed_samples = iteration, found["consumed_samples"]
+        self._output.say(f"resumed iteration {iteration} of {self.train_iters} from {checkpoint.load}")
         return True
+
+    def _saved_for(self) -> dict[str, dict[str, Any]]:
+        """What must be equal in a run that takes up a checkpoint of this one."""
+        model = {flag_of(name): value for name, value in asdict(self.config.model).items() if name not in MAY_CHANGE}
+        return {"layout": asdict(self.mesh.layout), "model": {"vocabulary size": self.vocab_size, **model}}
 
 
 def _store_of(directory: str | None, group: dist.ProcessGroup) -> CheckpointStore | None:
@@ -257,13 +280,21 @@ def _store_of(directory: str | None, group: dist.ProcessGroup) -> CheckpointStor
 
 
 class _SampleIdFile:
-    """--log-sample-ids: one JSON line per iteration and replica, appended by the first rank of each replica."""
+    """--log-sample-ids: one JSON line per iteration and replica, appended by the first rank of each replica.
 
-    def __init__(self, path: str | None, writes: bool, replica: int) -> None:
-        self._replica = replica
+    Lines of an earlier start after `iteration`, which the checkpoint does not know of, move to `FILE.dropped`.
+    """
+
+    def __init__(self, path: str | None, mesh: Mesh, iteration: int) -> None:
+        self._replica = mesh.replica
         self._file: Any = None
-        if path and writes:
+        if path is None:
+            return
+        if mesh.rank == 0:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
+            drop_lines_after(Path(path), iteration)
+        dist.barrier(mesh.world_control_group)
+        if mesh.is_replica_leader:
             self._file = open(path, "a", buffering=1)  # noqa: SIM115  line by line: lines of replicas do not mix
 
     def write(self, iteration: int, sample_ids: list[int]) -> None:
