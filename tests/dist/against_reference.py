@@ -17,7 +17,7 @@ from megatron_edit.testing.tiny import VOCABULARY
 from tests.dist.engine_runs import Parameters, RankRecord, Run, learning_rate, run_engine
 from tests.reference.plain_edit import LlamaShape, RunResult, RunSettings, run_edit
 
-# Of weights absolute, of losses and norms relative. A norm of Delta is that of a difference of fp32 numbers: next
+# Of weights absolute, of losses, norms and moments relative. A norm of Delta is that of a difference of fp32 numbers: next
 # to weights of 1 (the norms' own) a step of 1e-3 has a relative error of 3e-5.
 TOLERANCES = defaultdict(lambda: 1e-5, {"norms": 5e-5, "weights of the replicas": 5e-5, "clip coefficients": 5e-5})
 
@@ -137,7 +137,9 @@ def _errors(run: Run, records: list[RankRecord], reference: RunResult) -> Iterat
         for j, name in enumerate(("exp_avg", "exp_avg_sq")):
             moments = {key: torch.zeros_like(value) for key, value in reference.parameters[i].items()}
             moments |= {key: pair[j] for key, pair in reference.moments[i].items()}  # none before a first step
-            yield "moments", _largest(leader.snapshots[name], moments)
+            for key, expected in moments.items():
+                length = max(float(expected.norm()), 1e-12)
+                yield "moments", float((leader.snapshots[name][key].double() - expected).norm()) / length
         if reference.anchor is not None:
             yield "anchor", _largest(leader.snapshots["anchor"], reference.anchor)
         if reference.syncs:
