@@ -21,12 +21,11 @@ from megatron_edit.train.schedule import LearningRateSchedule
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands, and where its learning rate schedule began: iterations, and samples of all replicas."""
+    """Where a run stands. Samples are those of all replicas."""
 
-    iteration: int = 0
+    iteration: int = 0  # completed
     consumed_samples: int = 0
-    schedule_iteration: int = 0
-    schedule_samples: int = 0
+    schedule_samples: int = 0  # consumed before the first step of the learning rate schedule
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,6 @@ class RunCheckpoints:
             "scope": scope,
             "consumed_samples": position.consumed_samples,
             "schedule": {
-                "iteration": position.schedule_iteration,
                 "samples": position.schedule_samples,
                 "global_batch_size": schedule.global_batch_size,
                 "train_iters": schedule.train_iters,
@@ -171,7 +169,7 @@ class RunCheckpoints:
             consumed = 0 if settings.finetune else saved.get("consumed_samples")
             if consumed is None:
                 raise CheckpointError(f"{candidate.folder} holds weights only: give --finetune to start from them")
-            position = Position(iteration, consumed, iteration, consumed)
+            position = Position(iteration, consumed, consumed)
             remarks = restore_weights(self._state, candidate, self._group, iteration=iteration)
             remarks.append("learning rate: the flags' schedule, from its first step: only weights were loaded")
             start = self._start(position, resumed=iteration > 0)
@@ -187,11 +185,11 @@ class RunCheckpoints:
             if not settings.load_rng:
                 remarks.append("--no-load-rng: generators (dropout) are as at the start of a run")
             schedule = saved["schedule"]
-            position = Position(
-                candidate.manifest.iteration, saved["consumed_samples"], schedule["iteration"], schedule["samples"]
-            )
-            start = self._start(position, resumed=True, saved_schedule=schedule)
-            remarks.append(self._schedule_remark(schedule))
+            position = Position(candidate.manifest.iteration, saved["consumed_samples"], schedule["samples"])
+            start = self._start(position, resumed=True)
+            remarks.append(self._schedule_remark(start.schedule, schedule))
+            if self._settings.use_checkpoint_opt_param_scheduler:
+                start = replace(start, schedule=_saved_schedule(schedule))
             what = "resumed"
         self._say(f"loaded {describe_candidate(candidate.folder, saved)}")
         for remark in remarks:
@@ -199,40 +197,38 @@ class RunCheckpoints:
         self._say(f"{what} iteration {candidate.manifest.iteration} of {start.train_iters} from {load}")
         return start
 
-    def _start(
-        self, position: Position, *, resumed: bool, saved_schedule: dict[str, Any] | None = None
-    ) -> Start:
+    def _start(self, position: Position, *, resumed: bool) -> Start:
+        """With the flags' schedule; a decay whose length is not given ends with the run."""
         training, optimizer = self._config.training, self._config.optimizer
         assert training.train_iters is not None and training.global_batch_size is not None
         train_iters, batch = training.train_iters, training.global_batch_size
         if is_given(self._config, "train_samples"):
             assert training.train_samples is not None
             train_iters = position.iteration + max(0, training.train_samples - position.consumed_samples) // batch
-        if self._settings.use_checkpoint_opt_param_scheduler and saved_schedule is not None:
-            schedule = LearningRateSchedule(
-                OptimizerConfig(**saved_schedule["optimizer"]),
-                saved_schedule["train_iters"],
-                saved_schedule["global_batch_size"],
-            )
-        else:
-            length = max(1, train_iters - position.schedule_iteration)
-            if self._config.sources.get("lr_decay_iters") == "derived":  # as long as what the run has left
-                optimizer = replace(optimizer, lr_decay_iters=length)
-            schedule = LearningRateSchedule(optimizer, length, batch)
-        return Start(position, train_iters, schedule, resumed)
+        if self._config.sources.get("lr_decay_iters") == "derived":
+            left = max(1, train_iters - position.iteration) * batch
+            decay = position.consumed_samples - position.schedule_samples + left
+            optimizer = replace(optimizer, lr_decay_iters=None, lr_decay_samples=decay)
+        return Start(position, train_iters, LearningRateSchedule(optimizer, train_iters, batch), resumed)
 
-    def _schedule_remark(self, saved: dict[str, Any]) -> str:
+    def _schedule_remark(self, flags: LearningRateSchedule, saved: dict[str, Any]) -> str:
         """Which source won, and what it changes."""
-        flags, theirs = asdict(self._config.optimizer), saved["optimizer"]
+        ours, theirs = asdict(flags.optimizer), saved["optimizer"]
         names = [name for name in theirs if name.startswith(("lr", "min_lr"))]
-        if flags["lr_decay_style"] == theirs["lr_decay_style"] == "constant":
+        if ours["lr_decay_style"] == theirs["lr_decay_style"] == "constant":
             names = [name for name in names if "decay" not in name and name != "min_lr"]
-        changed = ", ".join(f"{name} {theirs[name]} -> {flags[name]}" for name in names if flags[name] != theirs[name])
+        changed = ", ".join(f"{name} {theirs[name]} -> {ours[name]}" for name in names if ours[name] != theirs[name])
         if self._settings.use_checkpoint_opt_param_scheduler:
             lost = f"; not used of the flags: {changed}" if changed else ""
             return f"learning rate: the checkpoint's schedule (--use-checkpoint-opt_param-scheduler){lost}"
         how = " (--override-opt_param-scheduler)" if self._settings.override_opt_param_scheduler else ""
         return f"learning rate: the flags' schedule{how}; " + (changed or "the checkpoint's is the same")
+
+
+def _saved_schedule(saved: dict[str, Any]) -> LearningRateSchedule:
+    return LearningRateSchedule(
+        OptimizerConfig(**saved["optimizer"]), saved["train_iters"], saved["global_batch_size"]
+    )
 
 
 def _version(package: str) -> str:

@@ -9,7 +9,6 @@ iterations that are the same on all of them; in between, nothing here waits for 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.config.schema import Config
-from megatron_edit.config.settings import is_given
 from megatron_edit.model.sharding import local_parameter_count, parameter_count
+from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.platform import Platform
 from megatron_edit.train.checked_data import CheckedData
 from megatron_edit.train.checkpointing import Position, RunCheckpoints
@@ -31,6 +30,7 @@ from megatron_edit.train.replica import build_replica, mesh_of
 from megatron_edit.train.signals import StopCoordinator, StopReason, exit_interval_reached
 from megatron_edit.train.step import StepOutcome, TrainStep
 from megatron_edit.train.sync_report import stage_sync_report
+from megatron_edit.train.writers import drop_lines_after
 
 
 class Trainer:
@@ -53,13 +53,15 @@ class Trainer:
         self._output = RunOutput(config, writes=self.mesh.rank == 0)
         self._checkpoints = RunCheckpoints(config, self.replica, self.vocab_size, self._output.say)
         start = self._checkpoints.load()
-        self._started_at = start.position
-        self._resumed = start.resumed
-        self._schedule = start.schedule
         self.train_iters = start.train_iters
         self.iteration = start.position.iteration  # completed iterations
+        self.consumed_samples = start.position.consumed_samples  # of all replicas, in the completed iterations
+        self._schedule, self._schedule_samples = start.schedule, start.position.schedule_samples
+        self._resumed = start.resumed
         self._rendezvous_store = store
-        self._sample_ids = _SampleIdFile(config.data.log_sample_ids, self.mesh.is_replica_leader, self.mesh.replica)
+        self._logged_iteration = self.iteration
+        self._learning_rate = 0.0  # of the last step
+        self._sample_ids = _SampleIdFile(config.data.log_sample_ids, self.mesh, self.iteration)
         self._loader = self.data.loader(self.consumed_samples)
         self._metrics = MetricsReducer(
             self.mesh.world_control_group,
@@ -68,20 +70,6 @@ class Trainer:
             train_iters=self.train_iters,
             throughput=self._throughput() if config.logging.log_throughput else None,
         )
-
-    @property
-    def consumed_samples(self) -> int:
-        """Samples of all replicas in the completed iterations."""
-        return self._started_at.consumed_samples + self._iterations_here * self.global_batch_size
-
-    @property
-    def _iterations_here(self) -> int:
-        """Iterations since this start."""
-        return self.iteration - self._started_at.iteration
-
-    @property
-    def _position(self) -> Position:
-        return replace(self._started_at, iteration=self.iteration, consumed_samples=self.consumed_samples)
 
     def fit(self) -> None:
         """Trains to the end, or until a stop is asked for; saves; writes and evaluates `final/` at the end."""
@@ -120,11 +108,12 @@ class Trainer:
 
     def _train_iteration(self) -> None:
         microbatches, sample_ids = self._loader.next_batch()
-        learning_rate = self._learning_rate()
-        outcome = self._step.run(microbatches, learning_rate)
+        self._learning_rate = self._schedule.at_samples(self.consumed_samples - self._schedule_samples)
+        outcome = self._step.run(microbatches, self._learning_rate)
         self.iteration += 1
+        self.consumed_samples += self.global_batch_size
         self._sample_ids.write(self.iteration, sample_ids)
-        self._log(outcome, learning_rate)
+        self._log(outcome)
         interval = self.config.evaluation.eval_interval
         if interval and self.iteration % interval == 0 and self.iteration < self.train_iters:
             self._evaluate("validation", self.data.evaluation_splits[:1])
@@ -132,29 +121,29 @@ class Trainer:
             self._save()
         self._checkpoints.poll()
 
-    def _learning_rate(self) -> float:
-        """Rate of the next step. Where the run's length is given in samples, its position is counted in samples."""
-        start = self._started_at
-        if is_given(self.config, "train_samples"):
-            return self._schedule.at_samples(self.consumed_samples - start.schedule_samples)
-        return self._schedule.at_iteration(self.iteration - start.schedule_iteration + 1)
-
     # ---- the log -----------------------------------------------------------------------------------------------------
 
-    def _log(self, outcome: StepOutcome, learning_rate: float) -> None:
+    def _log(self, outcome: StepOutcome) -> None:
         self._metrics.accumulate(outcome.loss_sum, outcome.tokens, outcome.grad_norm, skipped=not outcome.updated)
         self._report_sync()
-        if self.iteration % self.config.logging.log_interval == 0 or self.iteration == self.train_iters:
-            self._metrics.emit(
-                self.iteration,
-                consumed_samples=self.consumed_samples,
-                learning_rate=learning_rate,
-                global_batch_size=self.global_batch_size,
-                local_steps=not self.engine.synchronous,
-                loss_scale=float(self.replica.optimizer.get_loss_scale()) if self.config.training.fp16 else None,
-            )
+        if self.iteration % self.config.logging.log_interval == 0:
+            self._emit()
         self._output.show(self._metrics.poll())
         self._output.advance(self.iteration)
+
+    def _emit(self) -> None:
+        """A line on the iterations since the last one, if there were any."""
+        if self._logged_iteration == self.iteration:
+            return
+        self._logged_iteration = self.iteration
+        self._metrics.emit(
+            self.iteration,
+            consumed_samples=self.consumed_samples,
+            learning_rate=self._learning_rate,
+            global_batch_size=self.global_batch_size,
+            local_steps=not self.engine.synchronous,
+            loss_scale=float(self.replica.optimizer.get_loss_scale()) if self.config.training.fp16 else None,
+        )
 
     def _report_sync(self) -> None:
         """A sync is complete after the same iteration on every rank, so all of them report it here together."""
@@ -216,11 +205,13 @@ class Trainer:
     def _save(self, *, wait: bool = False) -> None:
         with self._metrics.untimed():
             self._flush_log()  # a start that resumes here finds the lines up to here
-            self._checkpoints.save(self._position, self._schedule, wait=wait)
+            position = Position(self.iteration, self.consumed_samples, self._schedule_samples)
+            self._checkpoints.save(position, self._schedule, wait=wait)
         self._report_sync()
 
     def _end(self, reason: StopReason | str | None) -> None:
         """The resumable checkpoint; at the end of training also a last sync, `final/` and the last evaluation."""
+        self._emit()
         self._save(wait=True)
         self._flush_log()
         if reason is not None:
@@ -237,13 +228,21 @@ class Trainer:
 
 
 class _SampleIdFile:
-    """--log-sample-ids: one JSON line per iteration and replica, appended by the first rank of each replica."""
+    """--log-sample-ids: one JSON line per iteration and replica, appended by the first rank of each replica.
 
-    def __init__(self, path: str | None, writes: bool, replica: int) -> None:
-        self._replica = replica
+    Lines of an earlier start after `iteration`, which the checkpoint does not know of, move to `FILE.dropped`.
+    """
+
+    def __init__(self, path: str | None, mesh: Mesh, iteration: int) -> None:
+        self._replica = mesh.replica
         self._file: Any = None
-        if path and writes:
+        if path is None:
+            return
+        if mesh.rank == 0:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
+            drop_lines_after(Path(path), iteration)
+        dist.barrier(mesh.world_control_group)
+        if mesh.is_replica_leader:
             self._file = open(path, "a", buffering=1)  # noqa: SIM115  line by line: lines of replicas do not mix
 
     def write(self, iteration: int, sample_ids: list[int]) -> None:

@@ -153,7 +153,7 @@ class _JsonLines:
 
     def __init__(self, file: Path, iteration: int, say: Callable[[str], None]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        dropped = _drop_lines_after(file, iteration) if file.is_file() else 0  # no device
+        dropped = drop_lines_after(file, iteration)
         if dropped:
             say(f"{file}: {dropped} lines after iteration {iteration} moved to {file.name}.dropped")
         self._stream = file.open("a", buffering=1, encoding="utf-8")  # a line is in the file once it is written
@@ -165,8 +165,10 @@ class _JsonLines:
         self._stream.close()
 
 
-def _drop_lines_after(file: Path, iteration: int) -> int:
+def drop_lines_after(file: Path, iteration: int) -> int:
     """Moves lines later than `iteration`, and a line cut short by a kill, out of `file`; returns how many."""
+    if not file.is_file():  # there is none, or it is a device
+        return 0
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     kept = [line for line in lines if _iteration_of(line) <= iteration]
     dropped = [line for line in lines if _iteration_of(line) > iteration]

@@ -17,7 +17,7 @@ from megatron_edit.testing.tiny import VOCABULARY
 from tests.dist.engine_runs import Parameters, RankRecord, Run, learning_rate, run_engine
 from tests.reference.plain_edit import LlamaShape, RunResult, RunSettings, run_edit
 
-# Of weights absolute, of losses and norms relative. A norm of Delta is that of a difference of fp32 numbers: next
+# Of weights absolute, of losses, norms and moments relative. A norm of Delta is that of a difference of fp32 numbers: next
 # to weights of 1 (the norms' own) a step of 1e-3 has a relative error of 3e-5.
 TOLERANCES = defaultdict(lambda: 1e-5, {"norms": 5e-5, "weights of the replicas": 5e-5, "clip coefficients": 5e-5})
 
@@ -44,7 +44,7 @@ def run_reference(run: Run) -> RunResult:
     """Reference of `run`, computed once for all layouts: they differ in nothing that it is told."""
     config = run.config
     assert config.edit.edit_num_replicas is not None
-    key = (_shape(config), _settings(config), config.edit.edit_num_replicas, config.training.global_batch_size)
+    key = (reference_shape(config), _settings(config), config.edit.edit_num_replicas, config.training.global_batch_size)
     return _reference(_Keyed(run, (*key, run.steps, id(run.data), id(run.spoil), config.optimizer.lr)))
 
 
@@ -64,7 +64,7 @@ class _Keyed:
 @lru_cache(maxsize=32)
 def _reference(keyed: _Keyed) -> RunResult:
     run, config = keyed.run, keyed.run.config
-    shape, replicas = _shape(config), config.edit.edit_num_replicas
+    shape, replicas = reference_shape(config), config.edit.edit_num_replicas
     initial = {
         name: initial_tensor(name, size, config.model, config.training.seed).double()
         for name, size in shape.parameter_shapes().items()
@@ -84,7 +84,7 @@ def _reference(keyed: _Keyed) -> RunResult:
     return run_edit(shape, initial, batches, rates, _settings(config), spoil)
 
 
-def _shape(config: Config) -> LlamaShape:
+def reference_shape(config: Config) -> LlamaShape:
     model = config.model
     assert model.ffn_hidden_size and model.num_query_groups and model.kv_channels
     return LlamaShape(
@@ -135,8 +135,11 @@ def _errors(run: Run, records: list[RankRecord], reference: RunResult) -> Iterat
             yield "weights before a sync", _largest(before, sync.local_parameters[i])
         yield "parameters", _largest(leader.snapshots["parameters"], reference.parameters[i])
         for j, name in enumerate(("exp_avg", "exp_avg_sq")):
-            moments = {key: pair[j] for key, pair in reference.moments[i].items()}
-            yield "moments", _largest(leader.snapshots[name], moments)
+            moments = {key: torch.zeros_like(value) for key, value in reference.parameters[i].items()}
+            moments |= {key: pair[j] for key, pair in reference.moments[i].items()}  # none before a first step
+            for key, expected in moments.items():
+                length = max(float(expected.norm()), 1e-12)
+                yield "moments", float((leader.snapshots[name][key].double() - expected).norm()) / length
         if reference.anchor is not None:
             yield "anchor", _largest(leader.snapshots["anchor"], reference.anchor)
         if reference.syncs:
@@ -159,7 +162,7 @@ def _step_errors(records: list[RankRecord], reference: RunResult) -> Iterator[tu
 
 
 def _sync_errors(run: Run, records: list[RankRecord], reference: RunResult) -> Iterator[tuple[str, float]]:
-    keys = [key.replace("layer ", "layers.") for key in _shape(run.config).modules()]
+    keys = [key.replace("layer ", "layers.") for key in reference_shape(run.config).modules()]
     for record in records:
         iterations = [view.iteration for view in record.syncs]
         yield "iterations of the syncs", float(iterations != [sync.iteration for sync in reference.syncs])

@@ -9,8 +9,20 @@ import pytest
 import torch
 
 from megatron_edit.config.schema import Config
-from megatron_edit.testing.tiny import tiny_global_batch
-from tests.dist.engine_runs import Batch, Parameters, RankRecord, Run, masked_batch, run_engine
+from megatron_edit.testing.ranks import run_ranks
+from megatron_edit.testing.tiny import tiny_global_batch, tiny_replica
+from tests.dist.engine_runs import (
+    Batch,
+    Parameters,
+    RankRecord,
+    Run,
+    digests,
+    full_tensors,
+    masked_batch,
+    masters,
+    run_engine,
+    train,
+)
 from tests.dist.test_against_reference import LAYOUTS
 
 PLAIN_MEAN = {
@@ -61,6 +73,30 @@ def test_eta_1_mu_0_and_equal_weights_give_the_mean_of_the_local_parameters(layo
     for record in records:
         assert largest_difference(record.snapshots["parameters"], mean) < 1e-6
     assert largest_difference(local[0], mean) > 1e-4
+
+
+def after_a_last_sync(rank: int, world_size: int, run: Run) -> tuple[list[int], list[Parameters], list[str]]:
+    """(syncs counted, whole masters) before a sync that no trigger asked for, after it, and after one more; hashes."""
+    replica = tiny_replica(run.config)
+    train(replica, run)
+    counts, states, hashes = [], [], []
+    for _ in range(3):
+        counts.append(replica.engine.trigger.syncs)
+        states.append(full_tensors(replica, masters(replica)))
+        hashes.append(digests(replica)["masters"])
+        replica.engine.sync_now()
+    return counts, states, hashes
+
+
+def test_the_last_sync_of_a_run_gives_the_mean_too_and_finds_nothing_to_do_when_repeated() -> None:
+    run = identity_run("R2xS2", 4, edit_sync_interval=3, **PLAIN_MEAN)  # one local step after the sync
+    ranks = run_ranks(after_a_last_sync, run.world_size, run)
+    mean = {name: (ranks[0][1][0][name] + ranks[2][1][0][name]) / 2 for name in ranks[0][1][0]}
+    for counts, states, hashes in ranks:
+        assert counts == [1, 2, 2]
+        assert hashes[0] != hashes[1] == hashes[2]
+        assert largest_difference(states[1], mean) < 1e-6 < largest_difference(states[0], mean)
+    assert ranks[0][2][1] == ranks[2][2][1] and ranks[1][2][1] == ranks[3][2][1]
 
 
 def test_one_replica_with_eta_1_and_mu_0_is_no_sync_at_all() -> None:

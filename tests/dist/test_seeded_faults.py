@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import megatron_edit.sync.engine as engine_module
-from megatron_edit.sync.modules import ModuleShard
+from megatron_edit.sync.modules import ModuleBucketGroup, ModuleShard
 from megatron_edit.train.replica import Replica
 from tests.dist.against_reference import differences
 from tests.dist.engine_runs import RankRecord, Run, run_engine
@@ -179,6 +179,25 @@ def writes_only_the_masters(replica: Replica) -> None:
     ModuleShard.write_masters = write  # type: ignore[method-assign]
 
 
+def gathers_too_late(replica: Replica) -> None:
+    """Layer 1 computes with the other shard's weights of the step before: nobody waits for its all-gather."""
+    layer = next(module for module in replica.engine.modules if module.key == "layers.1")
+    right, old = ModuleBucketGroup.start_param_sync, [layer.bucket_group.bucket.param_data.clone()]
+
+    def start_param_sync(group: ModuleBucketGroup, force_sync: bool = False) -> None:
+        right(group, force_sync=force_sync)
+        if group is layer.bucket_group and not force_sync:
+            group.param_gather_handle.wait()
+            data, start = group.bucket.param_data, group.intra_distributed_optimizer_instance_rank
+            mine = data.chunk(group.shard_group_size)[start].clone()
+            now = data.clone()
+            data.copy_(old[0])
+            data.chunk(group.shard_group_size)[start].copy_(mine)
+            old[0] = now
+
+    ModuleBucketGroup.start_param_sync = start_param_sync  # type: ignore[method-assign]
+
+
 # ---- what must see them --------------------------------------------------------------------------------------------
 
 
@@ -198,6 +217,7 @@ def writes_only_the_masters(replica: Replica) -> None:
         ("R2", ignores_the_clip, {"anchor", "outer momentum", "parameters"}),
         ("R2", takes_plain_momentum, {"anchor", "parameters"}),
         ("R2xS2", swaps_anchor_and_local, {"anchor", "norms"}),
+        ("R2xS2", gathers_too_late, {"losses", "grad norms"}),
         ("R2", sync_resets_inner_moments, {"moments", "parameters"}),
     ],
 )

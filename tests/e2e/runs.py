@@ -118,6 +118,17 @@ def files_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
+def weights_of(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """Whole tensors of a checkpoint whose names start with `prefix`, by the rest of the name."""
+    names = [name for name in stored_tensors(folder) if name.startswith(prefix)]
+    return {name.removeprefix(prefix): value for name, value in read_whole_tensors(folder, names).items()}
+
+
+def masters(checkpoint: Path, replica: int) -> dict[str, torch.Tensor]:
+    """fp32 masters of one replica, by canonical name."""
+    return weights_of(checkpoint, f"replica{replica}.optimizer.state.param.")
+
+
 def differences(first: Path, second: Path) -> list[str]:
     """Tensors and numbers that are not bit-equal in two checkpoints (or two folders `final`)."""
     one, other = stored_tensors(first), stored_tensors(second)
