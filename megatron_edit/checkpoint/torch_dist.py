@@ -23,11 +23,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    MCoreSavePlanner,
-    mcore_to_pyt_state_dict,
+from megatron.core.dist_checkpointing.strategies.checkpointable import (
+    CheckpointableShardedTensor,
+    LocalShardsContainer,
 )
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner, MCoreSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -69,7 +69,7 @@ def write_tensors(folder: Path, tensors: Iterable[ShardedTensor], group: dist.Pr
     writer = _StreamingWriter(folder)
     try:
         dcp.save(
-            mcore_to_pyt_state_dict(_by_key(tensors)),
+            _for_torch(tensors),
             storage_writer=writer,
             planner=MCoreSavePlanner(flatten_state_dict=False),
             process_group=group,
@@ -95,7 +95,7 @@ def read_tensors(folder: Path, tensors: Iterable[ShardedTensor], group: dist.Pro
     try:
         with _without_warnings():
             dcp.load(
-                mcore_to_pyt_state_dict(_by_key(tensors)),
+                _for_torch(tensors),
                 storage_reader=dcp.FileSystemReader(folder),
                 planner=MCoreLoadPlanner(flatten_state_dict=False),
                 process_group=group,
@@ -209,11 +209,12 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _by_key(tensors: Iterable[ShardedTensor]) -> dict[str, list[Any]]:
-    grouped: dict[str, list[Any]] = defaultdict(list)
+def _for_torch(tensors: Iterable[ShardedTensor]) -> dict[str, torch.Tensor]:
+    """As torch's planners take them: one object per global tensor, which knows its blocks on this rank."""
+    blocks: dict[str, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
-        grouped[tensor.key].append(tensor)
-    return dict(grouped)
+        blocks[tensor.key].append(CheckpointableShardedTensor.from_sh_ten(tensor))
+    return {key: LocalShardsContainer(parts) for key, parts in blocks.items()}
 
 
 def _causes(failure: CheckpointException) -> str:

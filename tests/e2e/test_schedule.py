@@ -60,8 +60,11 @@ def weights_of_each_rank(folder: Path) -> Callable[[int], None]:
 
         def save_final(self: RunCheckpoints, iteration: int) -> None:
             with self._engine.anchor_weights():
-                weights = {canonical_name(chunk, name): parameter.detach().clone()
-                           for chunk in self._engine.chunks for name, parameter in chunk.named_parameters()}  # fmt: skip
+                weights = {
+                    canonical_name(chunk, name): parameter.detach().clone()
+                    for chunk in self._engine.chunks
+                    for name, parameter in chunk.named_parameters()
+                }
             torch.save(weights, folder / f"rank{rank}.pt")
             original(self, iteration)
 
@@ -81,7 +84,7 @@ def test_the_final_weights_are_the_synchronised_ones_of_all_replicas(tmp_path: P
     local = [masters(save / "iter_0000012", rank) for rank in range(2)]
     for name, weight in final.items():
         rows = len(weight)  # without the padding of the vocabulary
-        assert all(torch.equal(weight, each[name][:rows]) for each in by_rank), f"{name} depends on the rank that writes"
+        assert all(torch.equal(weight, each[name][:rows]) for each in by_rank), f"{name} depends on the rank"
         one, other = (each[name] for each in local)
         assert not torch.equal(one, other), f"{name}: the replicas do not differ, so this shows nothing"
         torch.testing.assert_close(weight, (one + other) / 2, rtol=1e-6, atol=1e-7)
