@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.manifest import MANIFEST, Manifest, read_manifest, size_problems
@@ -47,6 +48,7 @@ class CheckpointFolder:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
+        self._lock: IO[str] | None = None
 
     def path(self, iteration: int) -> Path:
         """Where the checkpoint of `iteration` is or will be."""
@@ -125,26 +127,28 @@ class CheckpointFolder:
         here.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.directory / LOCK, "a+")  # noqa: SIM115  held until the process ends
+        lock = self._lock = open(self.directory / LOCK, "a+")  # noqa: SIM115  held until the process ends
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                self._lock.seek(0)
-                holder = self._lock.read().strip() or "unknown"
+                lock.seek(0)
+                holder = lock.read().strip() or "unknown"
                 raise CheckpointError(
                     f"--save {self.directory}: another run saves there ({holder}); give each run a folder of its own"
                 ) from error
             return f"--save {self.directory}: no lock ({error.strerror}): nothing keeps a second run from saving there"
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._lock.flush()
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
         self._clean_up()
         return None
 
     def release(self) -> None:
         """Lets other runs save here."""
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def begin(self, name: str) -> Path:
         """A new empty folder in which the checkpoint `name` is written."""

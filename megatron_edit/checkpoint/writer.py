@@ -93,6 +93,11 @@ class CheckpointWriter:
             raise outcome
         return outcome
 
+    def close(self) -> None:
+        """Lets other runs save into the folder; a save in the background must have ended."""
+        assert self._thread is None, "wait for the save in the background first"
+        self.folder.release()
+
     def _write(
         self, name: str, tensors: Iterable[ShardedTensor], content: dict[str, Any], *, moves_pointer: bool
     ) -> Saved:
