@@ -162,7 +162,7 @@ class _StreamingWriter(dcp.FileSystemWriter):
                     start = stream.size
                     data = planner.resolve_data(item)
                     assert isinstance(data, torch.Tensor), "everything is stored as tensors"
-                    torch.save(_alone(data.detach()), cast(IO[bytes], stream))
+                    stream.save(_alone(data.detach()))
                     length = stream.size - start
                     results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
                 file.flush()
@@ -186,12 +186,26 @@ class _HashingStream:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
+        self._error: OSError | None = None
         self.digest = hashlib.sha256()
         self.size = 0
 
+    def save(self, tensor: torch.Tensor) -> None:
+        """torch.save of `tensor`. Raises OSError when the file cannot be written; torch.save would hide it."""
+        try:
+            torch.save(tensor, cast(IO[bytes], self))
+        except RuntimeError:
+            if self._error is not None:
+                raise self._error from None
+            raise
+
     def write(self, data: Any) -> int:
         """All of `data`."""
-        self._file.write(data)
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._error = error
+            raise
         self.digest.update(data)
         count = memoryview(data).nbytes
         self.size += count

@@ -98,7 +98,7 @@ def test_more_layouts_go_on(start: str, end: str, replicas: int, tied: bool, sto
     check(start, end, replicas, tied, stopped, unbroken, tmp_path_factory)
 
 
-# ---- the comparison sees what silent corruption would do ----------------------------------------------------------------
+# ---- the comparison sees what silent corruption would do -------------------------------------------------------------
 
 
 def zeroed_outer_momentum(replica: Replica, state: TrainingState) -> None:

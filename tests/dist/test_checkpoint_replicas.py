@@ -151,7 +151,7 @@ def test_in_the_warm_up_the_number_is_free(tmp_path: Path) -> None:
     assert record.losses == pytest.approx(whole.losses[4:], rel=1e-6)
 
 
-# ---- compact -----------------------------------------------------------------------------------------------------------
+# ---- compact ---------------------------------------------------------------------------------------------------------
 
 
 def test_compact_holds_one_replica_for_all(tmp_path: Path) -> None:
