@@ -26,13 +26,13 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2xS2": (4, TP),
     "interleaved": (2, {**PP, "num_layers_per_virtual_pipeline_stage": 1}),
 }
-BATCH = 12  # divides over one to three shards
+BATCH = 12  # divides over all ranks that read
 
 
 def part(grid: str, first: int, last: int, replicas: int = 1, **more: Any) -> Part:
     ranks, settings = GRIDS[grid]
     fields = {name: more.pop(name) for name in ("load", "save", "fault", "scope") if name in more}
-    size = {"edit_num_replicas": replicas, "global_batch_size": BATCH, "edit_outer_momentum": 0.8}
+    size = {"edit_num_replicas": replicas, "global_batch_size": BATCH, "micro_batch_size": 1}
     return Part(ranks * replicas, {**size, **settings, **more}, first, last, **fields)
 
 
