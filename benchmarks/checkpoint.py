@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_edit.checkpoint.training_state import TrainingState
 from megatron_edit.checkpoint.writer import CheckpointWriter
@@ -33,7 +32,6 @@ from megatron_edit.train.step import TrainStep
 RANKS = 2
 SHAPE = {"num_layers": 6, "hidden_size": 384, "ffn_hidden_size": 1024, "num_attention_heads": 6, "num_query_groups": 6,
          "seq_length": 64}  # fmt: skip
-CONTENT: dict[str, Any] = {"scope": "full"}
 
 
 def main() -> int:
@@ -73,8 +71,8 @@ def measure(rank: int, world_size: int, directory: Path, rounds: int) -> dict[st
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         seconds.setdefault(name, []).append(float(slowest))
 
-    def tensors() -> list[ShardedTensor]:
-        return list(state.tensors_to_save("full"))
+    def content() -> dict[str, Any]:
+        return {"scope": "full", "iteration": iteration, **state.numbers(group)}
 
     for _ in range(rounds + 1):  # the first round warms up
         iteration += 1
@@ -84,7 +82,8 @@ def measure(rank: int, world_size: int, directory: Path, rounds: int) -> dict[st
         note("a step", started)
         replica.engine.drain()
 
-        plain = {f"{i}": tensor.data.clone() for i, tensor in enumerate(tensors()) if tensor.data is not None}
+        blocks = [tensor.data for tensor in state.tensors_to_save("full") if tensor.data is not None]
+        plain = {str(index): block.clone() for index, block in enumerate(blocks)}
         file = directory / f"plain_{rank}.pt"
         dist.barrier()
         started = time.monotonic()
@@ -99,14 +98,14 @@ def measure(rank: int, world_size: int, directory: Path, rounds: int) -> dict[st
 
         dist.barrier()
         started = time.monotonic()
-        saved = writer.save(iteration, tensors(), {**CONTENT, "iteration": iteration})
+        saved = writer.save(state.checkpoint(content()))
         note("a save in the foreground", started)
         sizes["a checkpoint"] = saved.bytes / 1e6
 
         iteration += 1
         dist.barrier()
         started = time.monotonic()
-        writer.save_in_background(iteration, tensors(), {**CONTENT, "iteration": iteration})
+        writer.save_in_background(state.checkpoint(content()))
         note("blocked by a save in the background", started)
         steps_started, done = time.monotonic(), torch.zeros(1)
         while not done:

@@ -21,11 +21,11 @@ from megatron_edit.checkpoint.folders import Candidate
 from megatron_edit.checkpoint.resize import sync_of_saved_replicas
 from megatron_edit.checkpoint.torch_dist import read_tensors, stored_tensors
 from megatron_edit.checkpoint.training_state import (
-    LOCAL,
+    MODEL,
     MOMENTS,
     PER_MODULE,
-    SHARED,
     TrainingState,
+    expected_tensors,
     local_key,
     set_random_states,
     shared_key,
@@ -136,7 +136,7 @@ def restore_weights(
 
 def _weights_key(candidate: Candidate, name: str) -> str:
     if candidate.manifest.scope == "weights":
-        return f"model.{name}"
+        return MODEL + name
     return shared_key("anchor", name) if candidate.manifest.content["has_anchor"] else local_key(0, "param", name)
 
 
@@ -233,24 +233,23 @@ def _differences(state: TrainingState, candidate: Candidate, weights_only: bool)
     if saved["vocab_size"] != state.vocab_size:
         differences.append(f"vocabulary: expected {state.vocab_size}, found {saved['vocab_size']}")
     if weights_only:
-        prefixes = [_weights_key(candidate, "")]
+        expected = {_weights_key(candidate, name): shape for name, shape in state.shapes.items()}
     else:
-        keeps_masters = not (candidate.manifest.scope == "compact" and saved["has_anchor"])
-        states = LOCAL if keeps_masters else MOMENTS
-        prefixes = [local_key(i, s, "") for i in range(len(saved["replicas"])) for s in states]
-        prefixes += [shared_key(s, "") for s in SHARED if saved["has_anchor"]]
-    for prefix in prefixes:
-        found = {name.removeprefix(prefix): entry for name, entry in stored.items() if name.startswith(prefix)}
-        for name, shape in state.shapes.items():
-            if name not in found:
-                differences.append(f"{prefix}{name}: expected {list(shape)}, not found")
-            elif found[name].shape != shape:
-                differences.append(f"{prefix}{name}: expected {list(shape)}, found {list(found[name].shape)}")
-            elif not found[name].complete:
-                written = found[name].elements_written
-                differences.append(f"{prefix}{name}: expected {list(shape)}, found {written} of its elements")
-        unknown = sorted(found.keys() - state.shapes.keys())
-        differences += [f"{prefix}{name}: not expected, found {list(found[name].shape)}" for name in unknown]
+        expected = expected_tensors(saved, state.shapes)
+    for name, shape in expected.items():
+        if name not in stored:
+            differences.append(f"{name}: expected {list(shape)}, not found")
+        elif stored[name].shape != shape:
+            differences.append(f"{name}: expected {list(shape)}, found {list(stored[name].shape)}")
+        elif not stored[name].complete:
+            differences.append(f"{name}: expected {list(shape)}, found {stored[name].elements_written} of its elements")
+    # of another model's parameters one state is enough to name them
+    prefix = _weights_key(candidate, "")
+    differences += [
+        f"{name}: not expected, found {list(stored[name].shape)}"
+        for name in sorted(stored)
+        if name.startswith(prefix) and name.removeprefix(prefix) not in state.shapes
+    ]
     remarks = [
         f"{name} was {saved['model'][name]} when it was saved, and is {own[name]} now"
         for name in own

@@ -12,7 +12,7 @@ import math
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from torch.futures import Future
 from megatron_edit.checkpoint.errors import CheckpointError, SaveError
 from megatron_edit.checkpoint.manifest import FileEntry, describe_file
 
+Shape = tuple[int, ...]
 METADATA = ".metadata"  # torch's: which tensor lies where
 _MEGATRON_FILES = ("metadata.json", "common.pt")  # what megatron-core's own loader looks for
 
@@ -61,12 +62,15 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(folder: Path, tensors: Iterable[ShardedTensor], group: dist.ProcessGroup) -> dict[str, FileEntry]:
+def write_tensors(
+    folder: Path, tensors: Iterable[ShardedTensor], group: dist.ProcessGroup, expected: Mapping[str, Shape]
+) -> dict[str, FileEntry]:
     """Writes every rank's `tensors` into `folder`, durably; returns the files that this rank has written.
 
-    Collective over `group`, whose first rank must be rank 0. Raises SaveError on all ranks when one fails.
+    `expected`: shapes of whole tensors that the ranks together must have written. Collective over `group`, whose
+    first rank must be rank 0. Raises SaveError on all ranks when one fails or a part of a tensor was not written.
     """
-    writer = _StreamingWriter(folder)
+    writer = _StreamingWriter(folder, expected)
     try:
         dcp.save(
             _for_torch(tensors),
@@ -120,6 +124,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         metadata = dcp.FileSystemReader(folder).read_metadata()
     except Exception as error:  # a damaged pickle raises whatever it likes
         raise CheckpointError(f"{folder / METADATA} cannot be read: {error!r}") from error
+    return _stored(metadata)
+
+
+def _stored(metadata: Metadata) -> dict[str, StoredTensor]:
     return {
         name: StoredTensor(
             tuple(entry.size), entry.properties.dtype, sum(math.prod(chunk.sizes) for chunk in entry.chunks)
@@ -146,9 +154,10 @@ def block_of(
 class _StreamingWriter(dcp.FileSystemWriter):
     """torch's writer with one open file a rank, one tensor in flight, and a checksum of what was written."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, expected: Mapping[str, Shape]) -> None:
         super().__init__(folder)
         self.folder = folder
+        self._expected = expected
         self.files: dict[str, FileEntry] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -173,11 +182,14 @@ class _StreamingWriter(dcp.FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The first rank writes the index. Raises AssertionError when a tensor was not written as a whole."""
-        for key, entry in metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata), key
-            written = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            assert written == math.prod(entry.size), f"{key} {list(entry.size)}: {written} elements were written"
+        """The first rank writes the index. Raises SaveError when a tensor was not written as a whole."""
+        stored = _stored(metadata)
+        for key, shape in self._expected.items():
+            if key not in stored or stored[key].shape != shape:
+                raise SaveError(f"{key} {list(shape)} was not written")
+        for key, entry in stored.items():
+            if not entry.complete:
+                raise SaveError(f"{key} {list(entry.shape)}: {entry.elements_written} elements were written")
         super().finish(metadata, results)
 
 

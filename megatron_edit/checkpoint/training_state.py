@@ -11,7 +11,7 @@ masters, cast. Numbers (trigger, Adam's step, loss scale) are in the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_edit.checkpoint.blocks import blocks_of
 from megatron_edit.checkpoint.torch_dist import block_of, whole_tensor
+from megatron_edit.checkpoint.writer import Checkpoint
 from megatron_edit.config.schema import ModelConfig
 from megatron_edit.model.names import EMBEDDING
 from megatron_edit.model.sharding import full_parameter_shapes
@@ -31,6 +32,7 @@ from megatron_edit.sync.modules import ModuleShard, ShardSlice
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LOCAL = ("param", *MOMENTS)
 SHARED = ("anchor", "outer_momentum")
+MODEL = "model."  # weights only, in the model's dtype
 PER_MODULE = "majority_streak"  # the detector's one field without a replica axis
 
 
@@ -42,6 +44,21 @@ def local_key(replica: int, state: str, name: str) -> str:
 def shared_key(state: str, name: str) -> str:
     """Key of the `state` (of SHARED) of the parameter `name`."""
     return f"edit.{state}.{name}"
+
+
+def expected_tensors(content: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of the model's size that a checkpoint with `content` (of its manifest) holds, by key.
+
+    `shapes`: of the whole model's tensors, by canonical name.
+    """
+    if content["scope"] == "weights":
+        prefixes = [MODEL]
+    else:
+        keeps_masters = content["scope"] == "full" or not content["has_anchor"]
+        states = LOCAL if keeps_masters else MOMENTS
+        prefixes = [local_key(i, state, "") for i in range(len(content["replicas"])) for state in states]
+        prefixes += [shared_key(state, "") for state in SHARED if content["has_anchor"]]
+    return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
 
 
 class TrainingState:
@@ -68,10 +85,14 @@ class TrainingState:
             for piece in module.slices
         }
 
+    def checkpoint(self, content: dict[str, Any]) -> Checkpoint:
+        """What this rank has to write for a manifest with `content`. A due sync must have been completed."""
+        return Checkpoint(content, self.tensors_to_save(content["scope"]), expected_tensors(content, self.shapes))
+
     # ---- tensors ---------------------------------------------------------------------------------------------------
 
     def tensors_to_save(self, scope: str) -> Iterator[ShardedTensor]:
-        """What this rank writes, views of the state where there are such. A due sync must have been completed.
+        """What this rank writes, views of the state where there are such.
 
         `scope`: "full"; "compact": replica 0's moments for all, and no masters where there is an anchor, as at a
         sync they are equal; "weights": masters of replica 0 as `model.<name>` in the model's dtype.
@@ -83,7 +104,7 @@ class TrainingState:
                     continue
                 if scope == "weights":
                     if mesh.replica == 0:
-                        yield from self.pieces(f"model.{piece.name}", piece, piece.model)
+                        yield from self.pieces(MODEL + piece.name, piece, piece.model)
                     continue
                 if scope == "full" or mesh.replica == 0:
                     for state, flat in self.local_state(piece).items():

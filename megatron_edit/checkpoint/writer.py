@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,20 @@ from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.checkpoint.torch_dist import write_tensors
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is to be written."""
+
+    content: dict[str, Any]  # JSON for the manifest, the same on all ranks; `scope` and `iteration` are among it
+    tensors: Iterable[ShardedTensor]  # of this rank; read once
+    expected: Mapping[str, tuple[int, ...]]  # shapes of whole tensors that all ranks together must write
+
+    @property
+    def iteration(self) -> int:
+        """Completed iterations."""
+        return int(self.content["iteration"])
 
 
 @dataclass(frozen=True)
@@ -53,29 +67,23 @@ class CheckpointWriter:
         if remark := on_first_rank(self.folder.acquire, group):
             say(remark)
 
-    def save(self, iteration: int, tensors: Iterable[ShardedTensor], content: dict[str, Any]) -> Saved:
-        """Writes the checkpoint of `iteration` and moves the pointer to it. Raises SaveError on all ranks."""
+    def save(self, checkpoint: Checkpoint) -> Saved:
+        """Writes it and moves the pointer to it; weights go to `final/`, without. Raises SaveError on all ranks."""
         assert self._thread is None, "wait for the save in the background first"
-        return self._write(self.folder.path(iteration).name, tensors, content, moves_pointer=True)
+        return self._write(checkpoint)
 
-    def save_final(self, tensors: Iterable[ShardedTensor], content: dict[str, Any]) -> Saved:
-        """Writes `final/`; no pointer. Raises SaveError on all ranks."""
-        assert self._thread is None, "wait for the save in the background first"
-        return self._write(FINAL, tensors, content, moves_pointer=False)
-
-    def save_in_background(self, iteration: int, tensors: Iterable[ShardedTensor], content: dict[str, Any]) -> None:
+    def save_in_background(self, checkpoint: Checkpoint) -> None:
         """As `save`, but returns when the state has been copied; see `finished`."""
         assert self._thread is None, "wait for the save in the background first"
-        staged = self._stage(tensors)
-        name = self.folder.path(iteration).name
+        staged = replace(checkpoint, tensors=self._stage(checkpoint.tensors))
 
         def run() -> None:
             try:
-                self._outcome = self._write(name, staged, content, moves_pointer=True)
+                self._outcome = self._write(staged)
             except BaseException as error:
                 self._outcome = error
 
-        self._thread = threading.Thread(target=run, name=f"save {name}", daemon=True)
+        self._thread = threading.Thread(target=run, name=f"save {checkpoint.iteration}", daemon=True)
         self._thread.start()
 
     def finished(self, *, wait: bool = False) -> Saved | None:
@@ -98,22 +106,23 @@ class CheckpointWriter:
         assert self._thread is None, "wait for the save in the background first"
         self.folder.release()
 
-    def _write(
-        self, name: str, tensors: Iterable[ShardedTensor], content: dict[str, Any], *, moves_pointer: bool
-    ) -> Saved:
+    def _write(self, checkpoint: Checkpoint) -> Saved:
         started = time.monotonic()
         group, folder = self._group, self.folder
+        is_final = checkpoint.content["scope"] == "weights"
+        name = FINAL if is_final else folder.path(checkpoint.iteration).name
         try:
             aside = on_first_rank(lambda: folder.begin(name), group)
-            mine = write_tensors(aside, tensors, group)
+            mine = write_tensors(aside, checkpoint.tensors, group, checkpoint.expected)
             parts: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
             dist.gather_object(mine, parts, dst=0, group=group)
 
             def commit() -> Saved:
-                manifest = Manifest(content, {file: entry for part in parts or [] for file, entry in part.items()})
+                files = {file: entry for part in parts or [] for file, entry in part.items()}
+                manifest = Manifest(checkpoint.content, files)
                 path = folder.commit(name, manifest)
                 deleted: list[int] = []
-                if moves_pointer:
+                if not is_final:
                     folder.point_to(manifest.iteration)
                     deleted = folder.delete_old(manifest.iteration, self._keep)
                 size = sum(entry.bytes for entry in manifest.files.values())

@@ -94,7 +94,7 @@ class RunCheckpoints:
             return
         self._engine.drain()
         content = {**self._description(iteration), "scope": "weights"}
-        saved = self._writer.save_final(self._state.tensors_to_save("weights"), content)
+        saved = self._writer.save(self._state.checkpoint(content))
         self._say(f"saved the final weights to {saved.folder}")
 
     def _write(self, writer: CheckpointWriter, position: Position, schedule: LearningRateSchedule) -> None:
@@ -115,11 +115,11 @@ class RunCheckpoints:
             **numbers,
             "replicas": numbers["replicas"] if scope == "full" else numbers["replicas"][:1],
         }
-        tensors = self._state.tensors_to_save(scope)
+        checkpoint = self._state.checkpoint(content)
         if self._settings.async_save:
-            writer.save_in_background(position.iteration, tensors, content)
+            writer.save_in_background(checkpoint)
         else:
-            self._report(writer.save(position.iteration, tensors, content))
+            self._report(writer.save(checkpoint))
         self._saved_iteration = position.iteration
         self._is_due = False
 

@@ -94,7 +94,7 @@ def save(replica: Replica, state: TrainingState, folder: Path, iteration: int, s
         **numbers,
         "replicas": numbers["replicas"] if scope == "full" else numbers["replicas"][:1],
     }
-    writer.save(iteration, state.tensors_to_save(scope), content)
+    writer.save(state.checkpoint(content))
     writer.close()
 
 
