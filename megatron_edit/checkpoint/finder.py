@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,11 +29,7 @@ def find_checkpoint(
     `fallback`: go back to the one before a damaged one, with a loud line (--load-fallback). Collective over `group`,
     all ranks. Raises CheckpointError, the same on all ranks.
     """
-    directory = Path(directory)
-    if (directory / MANIFEST).exists():
-        candidates = iter([(complete_checkpoint(directory), "")])
-    else:
-        candidates = CheckpointFolder(directory).to_load(step, fallback)
+    candidates = _candidates(Path(directory), step, fallback)  # looked at by the first rank only
     rejected = ""
     while True:
         choice = on_first_rank(lambda: next(candidates, None), group)
@@ -51,6 +47,16 @@ def find_checkpoint(
         rejected = "\n".join(problems[:_SHOWN]) + more
         if not fallback:
             raise CheckpointError(f"{rejected}\n--load-fallback would take the complete checkpoint before it")
+
+
+def _candidates(directory: Path, step: int | None, fallback: bool) -> Iterator[tuple[Candidate, str]]:
+    if not (directory / MANIFEST).exists():
+        yield from CheckpointFolder(directory).to_load(step, fallback)
+        return
+    candidate = complete_checkpoint(directory)
+    if step is not None and candidate.manifest.iteration != step:
+        raise CheckpointError(f"{directory} is iteration {candidate.manifest.iteration}, --ckpt-step asks for {step}")
+    yield candidate, ""
 
 
 def _damage(candidate: Candidate, group: dist.ProcessGroup) -> list[str]:

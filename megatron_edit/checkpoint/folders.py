@@ -126,8 +126,11 @@ class CheckpointFolder:
         Returns what is to be said when the file system has no locks. Raises CheckpointError when another run saves
         here.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        lock = self._lock = open(self.directory / LOCK, "a+")  # noqa: SIM115  held until the process ends
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock = self._lock = open(self.directory / LOCK, "a+")  # noqa: SIM115  held until the process ends
+        except OSError as error:
+            raise CheckpointError(f"--save {self.directory} cannot be written: {error.strerror}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -186,13 +189,14 @@ class CheckpointFolder:
         """
         if keep == 0:
             return []
-        old = [iteration for iteration in self.complete_iterations() if iteration <= newest][:-keep]
-        for iteration in old:
+        deleted = []
+        for iteration in [iteration for iteration in self.complete_iterations() if iteration <= newest][:-keep]:
             aside = self.path(iteration).with_name(self.path(iteration).name + _PARTIAL)
-            shutil.rmtree(aside, ignore_errors=True)
-            self.path(iteration).rename(aside)  # half deleted it must not look like a checkpoint
-            shutil.rmtree(aside, ignore_errors=True)
-        return old
+            with suppress(OSError):  # one that cannot be deleted does no harm to the new one
+                self.path(iteration).rename(aside)  # half deleted it must not look like a checkpoint
+                shutil.rmtree(aside)
+                deleted.append(iteration)
+        return deleted
 
     def _clean_up(self) -> None:
         for path in sorted(self.directory.iterdir()):

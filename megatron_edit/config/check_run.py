@@ -245,6 +245,11 @@ def _checkpoint_problems(config: Config) -> Iterator[str]:
                     f"--use-checkpoint-opt_param-scheduler and {flag} contradict each other: the learning rate comes "
                     "from the checkpoint or from the flags"
                 )
+    if checkpoint.finetune and checkpoint.load is not None and checkpoint.load == checkpoint.save:
+        yield (
+            f"--finetune with --load equal to --save {checkpoint.save} would begin anew at every start: load from "
+            "another folder, and leave --finetune out to go on"
+        )
     if checkpoint.keep_checkpoints and checkpoint.save is None:
         yield f"--keep-checkpoints {checkpoint.keep_checkpoints} needs --save DIR"
 

@@ -132,6 +132,8 @@ def test_final_weights_cannot_be_resumed(tmp_path: Path) -> None:
 def test_contradictions_are_refused(saved: Path) -> None:
     both = ["--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"]
     assert "contradict each other" in refused(start(1, *both, **{**SMALL, "edit_num_replicas": 1}, load=str(saved)))
+    same = {**SMALL, "edit_num_replicas": 1, "load": str(saved), "save": str(saved)}
+    assert "would begin anew at every start" in refused(start(1, "--finetune", **same))
     assert "--ckpt-step needs --load" in refused(start(1, **{**SMALL, "edit_num_replicas": 1}, ckpt_step=4))
 
 

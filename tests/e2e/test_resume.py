@@ -28,6 +28,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "R2xS2": (4, {}),
     "R2xPP2": (4, {**PIPELINE}),
+    "TP2xPP2": (4, {**TENSOR, **PIPELINE, "edit_num_replicas": 1}),
+    "saved in the background": (2, {"async_save": True, "save_interval": 4}),
     "R2xTP2 with sequence parallel": (4, {**TENSOR, "sequence_parallel": True}),
     "interleaved": (2, {**PIPELINE, "edit_num_replicas": 1, "num_layers_per_virtual_pipeline_stage": 1}),
     "tied PP2": (2, {**PIPELINE, "edit_num_replicas": 1, "untie_embeddings_and_output_weights": False}),
