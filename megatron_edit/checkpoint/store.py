@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +76,26 @@ class CheckpointStore:
 
     def latest(self) -> dict[str, Any] | None:
         """metadata of the checkpoint that the pointer names, read by rank 0 for all; None without a pointer."""
+        metadata: dict[str, Any] | None = self._read_once(self._read_pointer)
+        return metadata
+
+    def final_iteration(self) -> int | None:
+        """Iteration of the weights in `final/`, read by rank 0 for all; None without it."""
+        path = self.directory / "final" / "metadata.json"
+        iteration: int | None = self._read_once(lambda: _read_metadata(path)["iteration"] if path.exists() else None)
+        return iteration
+
+    def _read_once(self, read: Callable[[], Any]) -> Any:
         found: list[Any] = [None]
         if self._rank == 0:
             try:
-                found = [self._read_pointer()]
+                found = [read()]
             except CheckpointError as error:
                 found = [error]
         dist.broadcast_object_list(found, src=0, group=self._group)
         if isinstance(found[0], CheckpointError):
             raise found[0]
-        metadata: dict[str, Any] | None = found[0]
-        return metadata
+        return found[0]
 
     def load(self, iteration: int) -> dict[str, Any]:
         """This rank's state of `iteration`."""
@@ -108,14 +118,18 @@ class CheckpointStore:
         path = self.directory / f"iter_{int(text):07d}" / "metadata.json"
         if not path.exists():
             raise CheckpointError(f"--load: {pointer} names iteration {text}, but {path} is missing")
-        try:
-            metadata: dict[str, Any] = json.loads(path.read_text())
-            version = metadata["format_version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"--load: {path} is damaged: {type(error).__name__}: {error}") from None
-        if version > FORMAT_VERSION:
-            raise CheckpointError(f"--load: {path} has format {version}, this program reads up to {FORMAT_VERSION}")
-        return metadata
+        return _read_metadata(path)
+
+
+def _read_metadata(path: Path) -> dict[str, Any]:
+    try:
+        metadata: dict[str, Any] = json.loads(path.read_text())
+        version = metadata["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"--load: {path} is damaged: {type(error).__name__}: {error}") from None
+    if version > FORMAT_VERSION:
+        raise CheckpointError(f"--load: {path} has format {version}, this program reads up to {FORMAT_VERSION}")
+    return metadata
 
 
 def _write_durably(path: Path, content: bytes) -> None:

@@ -67,6 +67,7 @@ class Trainer:
         self._checkpoints = _store_of(config.checkpoint.save, self.mesh.world_control_group)
         self._output = RunOutput(config, writes=self.mesh.rank == 0, train_iters=self.train_iters)
         self._rendezvous_store = store
+        self._saved_iteration: int | None = None  # what --save holds already
         self._resumed = self._resume()
         self._logged_iteration = self.iteration
         self._learning_rate = 0.0  # of the last step
@@ -85,7 +86,7 @@ class Trainer:
         try:
             self._announce()
             self._output.begin(self.iteration)
-            if self._resumed and self.iteration >= self.train_iters:
+            if self._resumed and self.iteration >= self.train_iters and not self._lacks_final():
                 self._output.say(f"nothing left to do: resumed at iteration {self.iteration} of {self.train_iters}")
                 return
             training = self.config.training
@@ -112,8 +113,9 @@ class Trainer:
             if reason is not None:
                 return reason
             self._train_iteration()
-            if exit_interval_reached(self.iteration, self.config.training.exit_interval):
-                return f"--exit-interval {self.config.training.exit_interval}: stop after iteration {self.iteration}"
+            interval = self.config.training.exit_interval
+            if exit_interval_reached(self.iteration, interval) and self.iteration < self.train_iters:
+                return f"--exit-interval {interval}: stop after iteration {self.iteration}"
 
     def _train_iteration(self) -> None:
         microbatches, sample_ids = self._loader.next_batch()
@@ -215,11 +217,14 @@ class Trainer:
         if self._checkpoints is None:
             self._output.say(f"no --save: iteration {self.iteration} is not saved")
             return
+        if self._saved_iteration == self.iteration:
+            return  # writing it anew would put the only copy at risk
         with self._metrics.untimed():
             self._flush_log()  # a start that resumes here finds the lines up to here
             state = rank_state_dict(self.engine, self.replica.optimizer)
             metadata = {"consumed_samples": self.consumed_samples, **self._saved_for()}
             folder = self._checkpoints.save(self.iteration, state, metadata)
+            self._saved_iteration = self.iteration
         self._report_sync()
         self._output.say(f"saved iteration {self.iteration} to {folder}")
 
@@ -266,8 +271,16 @@ class Trainer:
             )
         load_rank_state_dict(store.load(iteration), self.engine, self.replica.optimizer)
         self.iteration, self.consumed_samples = iteration, found["consumed_samples"]
+        if self._checkpoints is not None and self._checkpoints.directory.absolute() == store.directory.absolute():
+            self._saved_iteration = iteration
         self._output.say(f"resumed iteration {iteration} of {self.train_iters} from {checkpoint.load}")
         return True
+
+    def _lacks_final(self) -> bool:
+        """Whether an earlier start saved the last iteration here and then did not come to write `final/`."""
+        if self._checkpoints is None or self._saved_iteration != self.iteration:
+            return False
+        return self._checkpoints.final_iteration() != self.iteration
 
     def _saved_for(self) -> dict[str, dict[str, Any]]:
         """What must be equal in a run that takes up a checkpoint of this one."""
