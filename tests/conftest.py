@@ -1,4 +1,4 @@
-"""What all tests share: one thread a process, no deadlines, and the tests marked `full` left out unless --full is given."""
+"""What all tests share: one thread a process, no deadlines, the tests marked `full` left out unless --full is given."""
 
 from __future__ import annotations
 
