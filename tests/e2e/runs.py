@@ -60,12 +60,14 @@ def start(
     directory: Path | None = None,
     local_world_size: int | None = None,
     timeout_s: float = 120,
+    ends_others: bool = True,
     **settings: Any,
 ) -> CommandResult:
     """The command with TINY changed by `settings`; `extra`: words behind the flags."""
     argv = [*arguments({**TINY, **settings}), *extra]
     return run_command(
-        argv, world_size, local_world_size=local_world_size, directory=directory, in_rank=in_rank, timeout_s=timeout_s
+        argv, world_size, local_world_size=local_world_size, directory=directory, in_rank=in_rank, timeout_s=timeout_s,
+        ends_others=ends_others,
     )  # fmt: skip
 
 
