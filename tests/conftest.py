@@ -1,13 +1,18 @@
-"""What all tests share: one thread a process, and the tests marked `full` left out unless --full is given."""
+"""What all tests share: one thread a process, no deadlines, the tests marked `full` left out unless --full is given."""
 
 from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 
 # torch, which is not imported yet, reads it once. Several ranks share the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A busy machine is no fault of the code. In CI the examples are the same in every run.
+hypothesis.settings.register_profile("here", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("here")
 
 _LEFT_OUT = pytest.StashKey[dict[str, str]]()
 

@@ -60,7 +60,7 @@ def _section(section: str, doc: str, settings: list[Setting]) -> str:
 def _row(setting: Setting) -> list[str]:
     default = default_text(setting)
     bounds = [
-        f"{sign} {bound:g}"
+        f"{sign} {bound:.10g}"
         for sign, bound in (("≥", setting.minimum), (">", setting.above), ("<", setting.below))
         if bound is not None
     ]

@@ -82,6 +82,13 @@ class CheckpointFolder:
             raise CheckpointError(f"{path} should hold the number of an iteration, it holds {text[:40]!r}")
         return int(text)
 
+    def final_iteration(self) -> int | None:
+        """Iteration of the weights in `final/`; None without complete ones."""
+        try:
+            return complete_checkpoint(self.directory / FINAL).manifest.iteration
+        except CheckpointError:
+            return None
+
     def to_load(self, step: int | None, fallback: bool) -> Iterator[tuple[Candidate, str]]:
         """Checkpoints to try, best first, each with what is to be said about the choice ("" when nothing is).
 

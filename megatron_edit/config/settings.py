@@ -107,11 +107,11 @@ def _number_problem(setting: Setting, value: float) -> str | None:
     if not math.isfinite(value):
         return f"must be a finite number, not {value}"
     if setting.minimum is not None and value < setting.minimum:
-        return f"must be at least {setting.minimum:g}, not {value}"
+        return f"must be at least {setting.minimum:.10g}, not {value}"
     if setting.above is not None and value <= setting.above:
-        return f"must be above {setting.above:g}, not {value}"
+        return f"must be above {setting.above:.10g}, not {value}"
     if setting.below is not None and value >= setting.below:
-        return f"must be below {setting.below:g}, not {value}"
+        return f"must be below {setting.below:.10g}, not {value}"
     return None
 
 

@@ -141,6 +141,7 @@ def evaluation_batches(
     eval_iters: int,
     place: RankPlace,
     global_batch_size: int,
+    microbatch_multiple: int = 1,
     pin_memory: bool = False,
 ) -> Iterator[list[Microbatch]]:
     """This rank's share of the first eval_iters * global_batch_size samples of a split, or of all of its
@@ -148,10 +149,11 @@ def evaluation_batches(
 
     All ranks get equally many microbatches of equal shape, because the pipeline and collectives want that:
     the last batch is filled up with samples whose loss_mask is 0 throughout, so the token-weighted mean over
-    ranks is that of the samples. Use with SplitDatasets.evaluation_order().
+    ranks is that of the samples. `microbatch_multiple` divides the number of microbatches of every batch, as the
+    interleaved pipeline schedule wants of its number of stages. Use with SplitDatasets.evaluation_order().
     """
     total = min(eval_iters * global_batch_size, order.unique_prefix())
-    step = place.num_replicas * place.shard_size * place.micro_batch_size
+    step = place.num_replicas * place.shard_size * place.micro_batch_size * microbatch_multiple
     for start in range(0, total, global_batch_size):
         size = min(global_batch_size, total - start)
         filled_size = -(-size // step) * step

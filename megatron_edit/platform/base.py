@@ -99,11 +99,13 @@ def quiet_megatron_warnings() -> None:
     """Drops warnings about megatron-core's own choices, which a user can do nothing about.
 
     On import it misses Apex and Transformer Engine (neither is needed); its config deprecates its own default;
-    in training it calls two collectives by names that torch 2.13 has deprecated, and looks at gradients of views.
+    it warns of selective recompute with Transformer Engine when that is not used; in training it calls two
+    collectives by names that torch 2.13 has deprecated, and looks at gradients of views.
     """
     for category, message in (
         (UserWarning, r"(Transformer Engine and )?Apex (is|are) not installed"),
         (UserWarning, r"full scope is deprecated"),
+        (UserWarning, r"If you are using transformer_engine as the transformer implementation, the core_attn"),
         (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf"),
         (FutureWarning, r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"),
     ):

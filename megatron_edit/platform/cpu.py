@@ -19,6 +19,7 @@ import functools
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -110,6 +111,8 @@ class CpuPlatform(Platform):
 
     def initialize(self) -> None:
         quiet_megatron_warnings()
+        # about a variable of the CUDA runtime
+        warnings.filterwarnings("ignore", r"When using (sequence parallelism|async grad allreduce)", UserWarning)
         _answer_for_cuda()
 
     def sync_stream(self) -> Stream:

@@ -109,6 +109,7 @@ def run_command(
     directory: Path | None = None,
     in_rank: Callable[[int], None] | None = None,
     timeout_s: float = 120,
+    ends_others: bool = True,
 ) -> CommandResult:
     """Runs `pretrain_llama.py ARGV` on `world_size` ranks and waits for their end.
 
@@ -117,6 +118,7 @@ def run_command(
         directory: working directory of the ranks.
         in_rank: called with the rank in each of its processes first; may replace attributes there.
         timeout_s: seconds for the whole run.
+        ends_others: once a rank has failed send SIGTERM to the others and after 10 s SIGKILL, as torchrun does.
 
     Raises:
         CommandTimeoutError: a rank did not end in time. All have been killed then.
@@ -148,7 +150,7 @@ def run_command(
                     listener.close()
                     _rank(argv, rank, environment, directory, in_rank, *files)
                 processes.append(_Process(pid, *files))
-            _wait(processes, timeout_s)
+            _wait(processes, timeout_s, ends_others)
             return CommandResult([process.outcome() for process in processes], time.monotonic() - started)
         finally:
             for process in processes:
@@ -176,12 +178,12 @@ def _environment(rank: int, world_size: int, local_world_size: int, port: int) -
     }
 
 
-def _wait(processes: list[_Process], timeout_s: float) -> None:
-    """Until all have ended; once one has failed the others are told to, as torchrun does."""
+def _wait(processes: list[_Process], timeout_s: float, ends_others: bool) -> None:
+    """Until all have ended; `ends_others`: once one has failed the others are told to."""
     deadline, kill_at = time.monotonic() + timeout_s, float("inf")
     while any(process.poll() is None for process in processes):
         now = time.monotonic()
-        if kill_at == float("inf") and any(process.poll() for process in processes):
+        if ends_others and kill_at == float("inf") and any(process.poll() for process in processes):
             kill_at = now + _SECONDS_TO_END
             for process in processes:
                 process.send(signal.SIGTERM)

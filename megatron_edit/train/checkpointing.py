@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from megatron_edit.checkpoint.collective import on_first_rank
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.finder import find_checkpoint
-from megatron_edit.checkpoint.folders import same_folder
+from megatron_edit.checkpoint.folders import Candidate, same_folder
 from megatron_edit.checkpoint.restore import describe_candidate, layout_description, restore, restore_weights
 from megatron_edit.checkpoint.training_state import TrainingState
 from megatron_edit.checkpoint.writer import CheckpointWriter, Saved
@@ -87,6 +88,12 @@ class RunCheckpoints:
         """Says when a save in the background is complete. Raises SaveError when it failed."""
         if self._writer is not None:
             self._report(self._writer.finished())
+
+    def lacks_final(self, iteration: int) -> bool:
+        """Whether an earlier start saved `iteration` here, its last, and then did not come to write `final/`."""
+        if self._writer is None or self._saved_iteration != iteration:
+            return False
+        return on_first_rank(self._writer.folder.final_iteration, self._group) != iteration
 
     def save_final(self, iteration: int) -> None:
         """Writes `final/`: weights only, of the last sync, in the model's dtype. Any layout can read it."""
@@ -191,11 +198,19 @@ class RunCheckpoints:
             if self._settings.use_checkpoint_opt_param_scheduler:
                 start = replace(start, schedule=_saved_schedule(schedule))
             what = "resumed"
+            self._saved_iteration = self._iteration_here(candidate)
         self._say(f"loaded {describe_candidate(candidate.folder, saved)}")
         for remark in remarks:
             self._say(remark)
         self._say(f"{what} iteration {candidate.manifest.iteration} of {start.train_iters} from {load}")
         return start
+
+    def _iteration_here(self, candidate: Candidate) -> int | None:
+        """The loaded iteration when --save already holds it as its last: to write it anew would risk the only copy."""
+        if self._writer is None or not same_folder(str(candidate.folder.parent), self._settings.save):
+            return None
+        iteration = candidate.manifest.iteration
+        return iteration if on_first_rank(self._writer.folder.pointer, self._group) == iteration else None
 
     def _start(self, position: Position, *, resumed: bool) -> Start:
         """With the flags' schedule; a decay whose length is not given ends with the run."""

@@ -17,6 +17,8 @@ class RunData:
     def __init__(self, config: Config, checked: CheckedData, mesh: Mesh) -> None:
         self._config = config
         self._pin_memory = mesh.platform.name == "cuda"
+        interleaved = config.parallel.num_layers_per_virtual_pipeline_stage is not None
+        self._microbatch_multiple = mesh.layout.pp if interleaved else 1
         self._place = RankPlace(
             num_replicas=mesh.num_replicas,
             replica=mesh.replica,
@@ -53,6 +55,7 @@ class RunData:
             eval_iters=self._config.evaluation.eval_iters,
             place=self._place,
             global_batch_size=self._global_batch_size,
+            microbatch_multiple=self._microbatch_multiple,
             pin_memory=self._pin_memory,
         )
 

@@ -29,7 +29,7 @@ from megatron_edit.train.checked_data import CheckedData, check_data
 from megatron_edit.train.writers import package_problems
 
 USER_ERRORS = (ConfigError, DataError, PlatformError, TransformerEngineError, CheckpointError)
-SECONDS_FOR_THE_CAUSE = 3.0  # ranks that fail because another did wait so long before they speak
+SECONDS_FOR_THE_CAUSE = 10.0  # ranks that fail after another did wait so long to speak; a launcher ends them sooner
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:

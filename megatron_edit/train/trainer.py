@@ -76,7 +76,7 @@ class Trainer:
         try:
             self._announce()
             self._output.begin(self.iteration, self.train_iters)
-            if self._resumed and self.iteration >= self.train_iters:
+            if self._resumed and self.iteration >= self.train_iters and not self._checkpoints.lacks_final(self.iteration):
                 self._output.say(f"nothing left to do: resumed at iteration {self.iteration} of {self.train_iters}")
                 return
             training = self.config.training
@@ -103,8 +103,9 @@ class Trainer:
             if reason is not None:
                 return reason
             self._train_iteration()
-            if exit_interval_reached(self.iteration, self.config.training.exit_interval):
-                return f"--exit-interval {self.config.training.exit_interval}: stop after iteration {self.iteration}"
+            interval = self.config.training.exit_interval
+            if exit_interval_reached(self.iteration, interval) and self.iteration < self.train_iters:
+                return f"--exit-interval {interval}: stop after iteration {self.iteration}"
 
     def _train_iteration(self) -> None:
         microbatches, sample_ids = self._loader.next_batch()

@@ -156,6 +156,7 @@ FLAGS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[object, ...]]] = {
     "no integer": ({"train_iters": "ten"}, (), ("--train-iters", "ten")),
     "not finite": ({"lr": "nan"}, (), ("--lr", "nan")),
     "too small": ({"seq_length": 0}, (), ("--seq-length", 0, 1)),
+    "too large": ({"seed": 2**32}, (), ("--seed", 2**32)),
     "negative": ({"log_interval": -2}, (), ("--log-interval", 1)),
     "no choice": ({"lr_decay_style": "cosin"}, (), ("--lr-decay-style", "cosine")),
     "empty text": ({"save": ""}, (), ("--save", "empty")),

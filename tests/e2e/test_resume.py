@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from megatron_edit.checkpoint.torch_dist import stored_tensors
 from megatron_edit.testing.command import CommandResult
-from tests.e2e.runs import differences, files_below, losses, start, syncs, train, training_lines
+from tests.e2e.runs import differences, evaluations, files_below, losses, start, syncs, train, training_lines
 
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 PIPELINE = {"pipeline_model_parallel_size": 2}
@@ -205,13 +204,45 @@ def test_a_first_start_says_so(tmp_path: Path) -> None:
 
 
 def test_load_and_save_at_once_gives_the_same_bytes(tmp_path: Path) -> None:
-    """Asked to stop before the first step after a resume."""
-    save = str(tmp_path / "run")
-    train(2, train_iters=12, exit_interval=6, save=save, **DROPOUT)
-    shutil.copytree(tmp_path / "run", tmp_path / "before")
-    result = train(2, train_iters=12, save=save, load=save, **DROPOUT, in_rank=asked_to_stop(rank=0, at=7, wait=True))
+    """Asked to stop before the first step after a resume: saved to another folder; not written anew in the same."""
+    run = tmp_path / "run"
+    settings = {"train_iters": 12, "load": str(run), **DROPOUT}
+    train(2, **settings, exit_interval=6, save=str(run))
+    at_once = asked_to_stop(rank=0, at=7, wait=True)
+    result = train(2, **settings, save=str(tmp_path / "other"), in_rank=at_once)
     assert losses(result.stdout) == {}
-    assert differences(tmp_path / "before" / "iter_0000006", tmp_path / "run" / "iter_0000006") == []
+    assert differences(run / "iter_0000006", tmp_path / "other" / "iter_0000006") == []
+    before = (run / "iter_0000006").stat()
+    result = train(2, **settings, save=str(run), in_rank=at_once)
+    assert losses(result.stdout) == {} and "SIGTERM on rank 0" in result.stdout
+    assert (run / "iter_0000006").stat() == before
+
+
+def test_every_iteration_is_saved_once(tmp_path: Path) -> None:
+    result = train(2, save=str(tmp_path), save_interval=4, exit_interval=8)
+    assert re.findall(r"^saved iteration (\d+)", result.stdout, re.MULTILINE) == ["4", "8"]
+    result = train(2, save=str(tmp_path), load=str(tmp_path), save_interval=4)
+    assert re.findall(r"^saved iteration (\d+)", result.stdout, re.MULTILINE) == ["12"]
+
+
+def test_an_exit_interval_at_the_end_is_the_end(tmp_path: Path) -> None:
+    """A chain of jobs whose last one ends the training on its own exit interval has final weights."""
+    settings = {"save": str(tmp_path), "load": str(tmp_path), "exit_interval": 4}
+    for iteration in (4, 8, 12):
+        train(2, **settings)
+        assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(iteration)
+        assert (tmp_path / "final").exists() == (iteration == 12)
+
+
+def test_final_weights_that_a_kill_prevented_are_made_up_for(tmp_path: Path) -> None:
+    save = str(tmp_path)
+    train(2, train_iters=6, save=save, **DROPOUT)
+    (tmp_path / "final").rename(tmp_path / "as_it_was")
+    before = (tmp_path / "iter_0000006").stat()
+    result = train(2, train_iters=6, save=save, load=save, eval_iters=1, **DROPOUT)
+    assert losses(result.stdout) == {} and evaluations(result.stdout).keys() == {6}
+    assert differences(tmp_path / "as_it_was", tmp_path / "final") == []
+    assert (tmp_path / "iter_0000006").stat() == before
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------

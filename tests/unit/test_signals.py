@@ -212,8 +212,14 @@ def test_second_interrupt_ends_at_once_second_sigterm_does_not(number: signal.Si
 
 def test_ending_a_forked_child_is_no_request_to_its_parent() -> None:
     with listening() as stopper:
-        pid = fork(lambda: time.sleep(30))
-        time.sleep(0.05)
+        started_read, started_write = os.pipe()
+
+        def child() -> None:
+            os.write(started_write, b"1")
+            time.sleep(30)
+
+        pid = fork(child)
+        assert os.read(started_read, 1) == b"1"  # its handlers are its own from here on, however busy the machine is
         os.kill(pid, signal.SIGINT)  # Ctrl-C reaches the child of a process on a terminal, too
         time.sleep(0.05)
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), "SIGINT must not cut a child's work short"
@@ -221,3 +227,5 @@ def test_ending_a_forked_child_is_no_request_to_its_parent() -> None:
         assert exit_code(pid) == -signal.SIGTERM
         time.sleep(0.1)
         assert stopper.should_stop(0) is None
+        os.close(started_read)
+        os.close(started_write)

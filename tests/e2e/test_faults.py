@@ -1,0 +1,130 @@
+"""B57: one rank fails. Its error is said first, all ranks end with an error code, the last checkpoint is intact."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_edit.testing.command import CommandResult
+from tests.e2e.runs import files_below, losses, start, train, training_lines
+
+SETTINGS: dict[str, Any] = {"train_iters": 12, "save_interval": 4, "distributed_timeout_seconds": 5}
+
+
+def at_iteration(iteration: int, culprit: int, act: Callable[[Any], None]) -> Callable[[int], None]:
+    """Rank `culprit` calls `act(trainer)` as it begins `iteration`."""
+
+    def in_rank(rank: int) -> None:
+        from megatron_edit.train.trainer import Trainer
+
+        original = Trainer._train_iteration
+
+        def train_iteration(self: Trainer) -> None:
+            if rank == culprit and self.iteration + 1 == iteration:
+                act(self)
+            original(self)
+
+        Trainer._train_iteration = train_iteration  # type: ignore[method-assign]
+
+    return in_rank
+
+
+def bad_sample(trainer: Any) -> None:
+    trainer._loader._ahead.clear()
+    trainer._loader.datasets[0].num_samples = 0  # every index is then out of range
+
+
+def unreadable(trainer: Any) -> None:
+    raise OSError(errno.EIO, "Input/output error", "corpus.bin")
+
+
+def killed(trainer: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def full_disk(trainer: Any) -> None:
+    def save(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    torch.save = save
+
+
+FAULTS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "bad sample": (bad_sample, "LoaderError: replica 1, shard rank 0: reading the batch after 48 consumed samples"),
+    "unreadable file": (unreadable, "corpus.bin"),
+    "full disk": (full_disk, "No space left on device"),
+}
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "R2": (2, 1, {}),
+    "R2xTP2": (4, 2, {"tensor_model_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", ["R2", pytest.param("R2xTP2", marks=pytest.mark.full(reason="the same with two ranks a replica"))]
+)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_cause_is_said_first_with_its_rank(fault: str, layout: str, tmp_path: Path) -> None:
+    act, message = FAULTS[fault]
+    world_size, culprit, settings = LAYOUTS[layout]
+    result = start(world_size, **SETTINGS, **settings, save=str(tmp_path), in_rank=at_iteration(7, culprit, act))
+    ended_badly(result, culprit)
+    first = result.ranks[culprit].stderr.splitlines()[0]
+    assert first.startswith(f"[rank {culprit}] ") and message in first, result
+    goes_on_from_4(world_size, settings, tmp_path)
+
+
+def ended_badly(result: CommandResult, culprit: int) -> None:
+    assert result.exit_codes[culprit] == 1, result
+    # SIGTERM from the launcher asks for a stop that cannot be agreed on any more; SIGKILL follows it
+    assert all(code in (1, -signal.SIGTERM, -signal.SIGKILL) for code in result.exit_codes), result
+    assert result.seconds < 5 + 10 + 10, result
+    others = [rank for index, rank in enumerate(result.ranks) if index != culprit]
+    assert all("LoaderError" not in rank.stderr and "OSError" not in rank.stderr for rank in others), result
+
+
+def goes_on_from_4(world_size: int, settings: dict[str, Any], folder: Path) -> None:
+    """The checkpoint of iteration 4 is whole, and the run goes on from it as if nothing had been."""
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "4"
+    again = train(world_size, **{**SETTINGS, **settings}, save=str(folder), load=str(folder))
+    straight = train(world_size, **{**SETTINGS, **settings, "save_interval": None})
+    assert losses(again.stdout) == {k: v for k, v in losses(straight.stdout).items() if k > 4}
+    assert not [name for name in files_below(folder) if "partial" in name]
+
+
+def test_all_end_in_time_when_a_rank_is_killed(tmp_path: Path) -> None:
+    """Without a launcher that would end the others: they end by themselves, within the time-out and 10 s."""
+    result = start(2, **SETTINGS, save=str(tmp_path), in_rank=at_iteration(7, 1, killed), ends_others=False)
+    assert result.exit_codes == [1, -signal.SIGKILL], result
+    assert result.seconds < 5 + 10, result
+    goes_on_from_4(2, {}, tmp_path)
+
+
+# ---- numbers that are not finite -------------------------------------------------------------------------------------
+
+
+def poisoned(trainer: Any) -> None:
+    trainer.engine.modules[2].slices[0].master[0] = torch.nan
+
+
+def test_a_replica_that_is_not_finite_is_left_out_and_comes_back() -> None:
+    """Replica 1 has a NaN in one layer before iteration 6: its loss is NaN until the sync after iteration 8."""
+    result = train(2, in_rank=at_iteration(6, 1, poisoned))
+    lines = training_lines(result.stdout)
+    own = {k: float(fields["lm loss replica 1"]) for k, fields in lines.items()}
+    broken = [k for k, loss in own.items() if loss != loss]
+    assert broken and set(broken) <= {6, 7, 8}
+    assert all(fields["lm loss"] == fields["lm loss replica 0"] for k, fields in lines.items() if k in broken)
+    assert all(lines[k]["number of nan iterations"] == "1" for k in broken)
+    first, second, third = (line for line in result.stdout.splitlines() if re.match(r"sync \d ", line))
+    assert "left out 0 of 12" not in second and "rolled back 0" in second
+    assert "left out 0 of 12" in first and "left out 0 of 12" in third
+    assert float(lines[12]["lm loss"]) < float(lines[5]["lm loss"])
