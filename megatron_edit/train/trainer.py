@@ -76,7 +76,8 @@ class Trainer:
         try:
             self._announce()
             self._output.begin(self.iteration, self.train_iters)
-            if self._resumed and self.iteration >= self.train_iters and not self._checkpoints.lacks_final(self.iteration):
+            at_end = self._resumed and self.iteration >= self.train_iters
+            if at_end and not self._checkpoints.lacks_final(self.iteration):
                 self._output.say(f"nothing left to do: resumed at iteration {self.iteration} of {self.train_iters}")
                 return
             training = self.config.training
