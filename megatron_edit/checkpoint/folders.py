@@ -82,6 +82,13 @@ class CheckpointFolder:
             raise CheckpointError(f"{path} should hold the number of an iteration, it holds {text[:40]!r}")
         return int(text)
 
+    def is_last(self, iteration: int) -> bool:
+        """Whether the pointer names `iteration`."""
+        try:
+            return self.pointer() == iteration
+        except CheckpointError:
+            return False
+
     def final_iteration(self) -> int | None:
         """Iteration of the weights in `final/`; None without complete ones."""
         try:

@@ -207,10 +207,10 @@ class RunCheckpoints:
 
     def _iteration_here(self, candidate: Candidate) -> int | None:
         """The loaded iteration when --save already holds it as its last: to write it anew would risk the only copy."""
-        if self._writer is None or not same_folder(str(candidate.folder.parent), self._settings.save):
+        writer, iteration = self._writer, candidate.manifest.iteration
+        if writer is None or not same_folder(str(candidate.folder.parent), self._settings.save):
             return None
-        iteration = candidate.manifest.iteration
-        return iteration if on_first_rank(self._writer.folder.pointer, self._group) == iteration else None
+        return iteration if on_first_rank(lambda: writer.folder.is_last(iteration), self._group) else None
 
     def _start(self, position: Position, *, resumed: bool) -> Start:
         """With the flags' schedule; a decay whose length is not given ends with the run."""

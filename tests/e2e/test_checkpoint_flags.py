@@ -168,6 +168,7 @@ def flip(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "pointer to nothing": (lambda run: (run / POINTER).write_text("9"), "iter_0000009"),
+    "pointer is no number": (lambda run: (run / POINTER).write_text("latest"), "should hold the number"),
     "shard flipped": (lambda run: flip(run / "iter_0000010" / "__1_0.distcp"), "__1_0.distcp is damaged: SHA-256"),
     "shard cut": (lambda run: os.truncate(run / "iter_0000010" / "__0_0.distcp", 5000), "has 5000 bytes"),
     "index flipped": (lambda run: flip(run / "iter_0000010" / ".metadata"), ".metadata is damaged"),
@@ -188,9 +189,10 @@ def test_damage_is_named_and_the_one_before_is_taken_when_allowed(damage: str, r
     message = refused(start(2, **settings))
     assert named in message and "--load-fallback" in message
     assert files_below(run) - {".lock"} == before - {".lock"}
-    result = start(2, "--load-fallback", **settings, exit_interval=9)
+    result = start(2, "--load-fallback", **settings, exit_interval=11)
     assert named in result.stdout and "*** falling back to" in result.stdout, result
-    assert "resumed iteration 8 of 20" in result.stdout
+    expected = 10 if damage == "pointer is no number" else 8
+    assert f"resumed iteration {expected} of 20" in result.stdout
 
 
 def test_rank_0_decides(run: Path, tmp_path: Path) -> None:
