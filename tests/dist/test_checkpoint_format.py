@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -223,3 +224,16 @@ def test_a_group_of_all_ranks_is_the_checkpoints_own() -> None:
         )
 
     assert run_ranks(run, 2) == [True, True]
+
+
+@pytest.mark.full(reason="ten rounds of saving a few hundred megabytes")
+def test_memory_does_not_grow_from_save_to_save(tmp_path: Path) -> None:
+    """After the last of ten rounds within 5 % of after the second; and a save in the background blocks less."""
+    numbers = tmp_path / "numbers.json"
+    script = TOOL.parents[1] / "benchmarks" / "checkpoint.py"
+    subprocess.run([sys.executable, str(script), "--rounds", "9", "--output", str(numbers)], check=True)
+    found = json.loads(numbers.read_text())
+    second = found["MB of rank 0's memory after the second round"]
+    assert found["MB of rank 0's memory after the last round"] < 1.05 * second, found
+    assert found["ratio, blocked by background to foreground"] < 0.5, found
+    assert found["MB, a checkpoint"] < 1.02 * found["MB, torch.save"], found
