@@ -41,6 +41,8 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
                 print(help_text() if config.command.help else print_config(config))
             return 0
         assert plan is not None
+        if not config.command.dry_run:
+            _check_launcher(environment)
         check_transformer_engine(config.model.transformer_impl)
         platform = get_platform(config.training.device, int(environment.get("LOCAL_RANK", "0")))
         check_load(config.checkpoint.load, config.checkpoint.save)
@@ -56,6 +58,16 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         _say_on_one_rank(rank, error)
         return 2
     return _train(config, platform, checked, environment)
+
+
+def _check_launcher(environment: Mapping[str, str]) -> None:
+    """WORLD_SIZE alone stands in for ranks in a --dry-run; to train, a launcher must have started them."""
+    ranks = environment.get("WORLD_SIZE", "1")
+    if ranks != "1" and "RANK" not in environment:
+        raise ConfigError([
+            f"WORLD_SIZE is {ranks} but RANK is not set, so this is no rank of {ranks}: start with "
+            f"torchrun --nproc-per-node {ranks}, or give --dry-run to make the checks alone"
+        ])  # fmt: skip
 
 
 def _train(config: Config, platform: Platform, checked: CheckedData, environment: Mapping[str, str]) -> int:

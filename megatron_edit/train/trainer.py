@@ -23,6 +23,7 @@ from megatron_edit.config.settings import flag_of
 from megatron_edit.model.sharding import local_parameter_count, parameter_count
 from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.platform import Platform
+from megatron_edit.sync.trigger import WarmupError
 from megatron_edit.train.checked_data import CheckedData
 from megatron_edit.train.data import RunData
 from megatron_edit.train.evaluate import evaluate
@@ -269,7 +270,10 @@ class Trainer:
                 f"--load {checkpoint.load}: iteration {iteration} is of another run ({'; '.join(differences)}), and "
                 "resuming with another model or layout is not supported yet"
             )
-        load_rank_state_dict(store.load(iteration), self.engine, self.replica.optimizer)
+        try:
+            load_rank_state_dict(store.load(iteration), self.engine, self.replica.optimizer)
+        except WarmupError as error:
+            raise CheckpointError(f"--load {checkpoint.load}, --edit-warmup-steps: {error}") from None
         self.iteration, self.consumed_samples = iteration, found["consumed_samples"]
         if self._checkpoints is not None and self._checkpoints.directory.absolute() == store.directory.absolute():
             self._saved_iteration = iteration
@@ -285,7 +289,9 @@ class Trainer:
     def _saved_for(self) -> dict[str, dict[str, Any]]:
         """What must be equal in a run that takes up a checkpoint of this one."""
         model = {flag_of(name): value for name, value in asdict(self.config.model).items() if name not in MAY_CHANGE}
-        return {"layout": asdict(self.mesh.layout), "model": {"vocabulary size": self.vocab_size, **model}}
+        chunk = "num_layers_per_virtual_pipeline_stage"
+        layout = {**asdict(self.mesh.layout), flag_of(chunk): getattr(self.config.parallel, chunk)}
+        return {"layout": layout, "model": {"vocabulary size": self.vocab_size, **model}}
 
 
 def _store_of(directory: str | None, group: dist.ProcessGroup) -> CheckpointStore | None:

@@ -326,6 +326,8 @@ OTHERS: dict[str, tuple[int, dict[str, Any], str]] = {
     "width": (2, {"hidden_size": 128}, "--hidden-size was 64, is 128"),
     "depth": (2, {"num_layers": 2}, "--num-layers was 4, is 2"),
     "tied": (2, {"untie_embeddings_and_output_weights": False}, "-output-weights was True, is False"),
+    "back into the warm-up": (2, {"edit_warmup_steps": 7}, "a warm-up of 7 steps cannot take it up; 0 steps would"),
+    "back to the baseline": (2, {"edit_method": "baseline"}, "a warm-up without end cannot take it up"),
     "vocabulary": (2, {"tokenizer_type": "NullTokenizer", "vocab_size": 400}, "vocabulary size was 259, is 401"),
 }
 
@@ -337,6 +339,13 @@ def test_another_run_is_not_resumed(case: str, saved: Path) -> None:
     line = refused(start(world_size, train_iters=8, load=str(saved), save=str(saved), **settings))
     assert line.startswith("error: --load") and named in line, line
     assert files_below(saved) == before
+
+
+def test_other_chunks_of_the_pipeline_are_not_resumed(tmp_path: Path) -> None:
+    settings = {**PIPELINE, "edit_num_replicas": 1, "save": str(tmp_path), "load": str(tmp_path)}
+    train(2, train_iters=2, **settings)
+    line = refused(start(2, train_iters=4, num_layers_per_virtual_pipeline_stage=1, **settings))
+    assert "--num-layers-per-virtual-pipeline-stage was None, is 1" in line
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
