@@ -126,6 +126,7 @@ def _say_on_one_rank(rank: int, error: Exception) -> None:
 
 def _follows_from_another_rank(error: BaseException) -> bool:
     """Whether the error is that a collective found another rank gone or late."""
-    return isinstance(error, dist.DistError) or any(
-        sign in str(error) for sign in ("Connection closed by peer", "Connection reset by peer", "Timed out", "NCCL")
-    )
+    signs = (
+        "Connection closed by peer", "Connection reset by peer", "Timed out", "timeout caused pair closure", "NCCL"
+    )  # fmt: skip
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
