@@ -71,10 +71,17 @@ def _check_launcher(environment: Mapping[str, str]) -> None:
 
 
 def _train(config: Config, platform: Platform, checked: CheckedData, environment: Mapping[str, str]) -> int:
+    if config.training.deterministic_mode and platform.name == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        torch.use_deterministic_algorithms(True)
     platform.initialize()
     from megatron_edit.train.trainer import Trainer  # late: the errors above come in seconds without megatron-core
 
-    rank, store = _initialize_process_group(config, platform, environment)
+    try:
+        rank, store = _initialize_process_group(config, platform, environment)
+    except ValueError as error:  # RANK without MASTER_ADDR, and the like
+        print(f"error: the launcher's environment: {error}", file=sys.stderr, flush=True)
+        return 2
     try:
         Trainer(config, platform, checked, store).fit()
     except USER_ERRORS as error:
