@@ -31,6 +31,7 @@ from megatron_edit.checkpoint.training_state import (
     shared_key,
 )
 from megatron_edit.model.sharding import is_vocabulary
+from megatron_edit.sync.trigger import WarmupError
 
 _SHOWN = 12  # differences that are listed
 _GEOMETRY = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
@@ -102,8 +103,8 @@ def restore(
             steps_since_sync=saved["replicas"][source]["steps_since_sync"] if keeps_interval else 0,
             has_anchor=has_anchor,
         )
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
+    except WarmupError as error:
+        raise CheckpointError(f"{folder}, --edit-warmup-steps: {error}") from error
     _gather_model(state)
     if random_states:
         remarks += _restore_random_states(state, candidate, group, seed)

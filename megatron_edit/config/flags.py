@@ -53,7 +53,10 @@ def read_config(argv: Sequence[str]) -> ReadResult:
     if yaml_path is not None:
         yaml_values, yaml_problems, refused = read_yaml(yaml_path)
         problems += yaml_problems
-        doubtful |= refused - flags.values.keys()
+        if yaml_problems and not yaml_values and not refused:  # no key could be read: the file may set anything
+            refused = set(SETTINGS)
+        in_doubt = {s.name for s in SETTINGS.values() if s.name in refused or s.section in refused}  # misspelt section
+        doubtful |= in_doubt - flags.values.keys()
 
     size = flags.values.get("model_size", yaml_values.get("model_size"))
     preset = PRESETS.get(size, {}) if size is not None else {}

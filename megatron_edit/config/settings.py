@@ -12,6 +12,7 @@ from typing import Any
 from megatron_edit.config.schema import SECTIONS, Config
 
 TYPE_NAMES: dict[type, str] = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+LARGEST_INTEGER = 2**63  # what a count can be in torch and numpy; far below what float() can take
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ def value_problem(setting: Setting, value: Any) -> str | None:
 
 
 def _number_problem(setting: Setting, value: float) -> str | None:
+    if isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
+        return f"must be below 2^63, not a number of {value.bit_length()} bits"
     if not math.isfinite(value):
         return f"must be a finite number, not {value}"
     if setting.minimum is not None and value < setting.minimum:

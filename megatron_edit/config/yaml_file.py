@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from megatron_edit.config.schema import SECTIONS
-from megatron_edit.config.settings import SETTINGS, Setting, value_problem
+from megatron_edit.config.settings import LARGEST_INTEGER, SETTINGS, Setting, value_problem
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -71,7 +71,7 @@ def _entries(path: str, problems: list[str]) -> list[tuple[str, Any, str | None]
         return []
     try:
         tree = yaml.load(text, _UniqueKeyLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2024-13-45 looks like a date and is none
         problems.append(f"--config {path} is not valid YAML: " + " ".join(str(error).split()))
         return []
     if tree is None:
@@ -100,7 +100,7 @@ def _as_kind(setting: Setting, value: Any) -> Any:
                 return float(value)
             except ValueError:
                 return value
-        if isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST_INTEGER:
             return float(value)
     if setting.kind is list:
         items = value if isinstance(value, list) else [value]

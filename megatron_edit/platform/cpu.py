@@ -16,6 +16,7 @@ needs a wrapper: it asks for the index of the current GPU before it dispatches.
 
 import contextlib
 import functools
+import logging
 import resource
 import sys
 import time
@@ -33,6 +34,10 @@ from megatron_edit.platform.base import Platform, ordered_gloo_backend, quiet_me
 
 _CPU = torch.device("cpu")
 _TENSOR_TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
+
+
+def _about_anything_but_cpu_rng_state(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("CPU RNG state changed within GPU RNG context")
 
 
 def _resident_bytes(*_: Any, **__: Any) -> int:
@@ -113,6 +118,8 @@ class CpuPlatform(Platform):
         quiet_megatron_warnings()
         # about a variable of the CUDA runtime
         warnings.filterwarnings("ignore", r"When using (sequence parallelism|async grad allreduce)", UserWarning)
+        # the generator of "the GPU" is the CPU's own here, so a fork of it always finds the latter changed
+        logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_about_anything_but_cpu_rng_state)
         _answer_for_cuda()
 
     def sync_stream(self) -> Stream:

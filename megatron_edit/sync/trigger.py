@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
+class WarmupError(ValueError):
+    """A saved run whose replicas already differ cannot go back into the synchronous warm-up."""
+
+
 @dataclass(frozen=True)
 class StepDecision:
     """What follows from the step that has just ended.
@@ -92,7 +96,7 @@ class StepTrigger:
         """Goes on from a saved state. The interval may have changed; it is counted from the same origin.
 
         A run saved in its warm-up (or by `baseline`) leaves it there if this trigger's is already over.
-        Raises ValueError when the saved warm-up was over and this one is not: the replicas already differ.
+        Raises WarmupError when the saved warm-up was over and this one is not: the replicas already differ.
         """
         steps, syncs, warmup_end = state["steps"], state["syncs"], state["warmup_end"]
         assert steps is not None and syncs is not None
@@ -101,7 +105,7 @@ class StepTrigger:
             warmup_end = steps if over else None
         elif not over:
             wanted = "without end" if self.warmup_steps is None else f"of {self.warmup_steps} steps"
-            raise ValueError(
+            raise WarmupError(
                 f"the saved run left its warm-up at step {warmup_end} and is at step {steps}, its replicas "
                 f"differ; a warm-up {wanted} cannot take it up; {warmup_end} steps would work"
             )

@@ -125,7 +125,8 @@ def run_command(
     """
     assert not dist.is_initialized(), "a process with a process group cannot be forked"
     get_platform("cpu").initialize()
-    importlib.import_module("megatron_edit.train.trainer")  # once, for all ranks to come
+    for module in ("megatron_edit.train.main", "megatron_edit.train.trainer"):  # once, for all ranks to come
+        importlib.import_module(module)
     listener = socket.create_server(("127.0.0.1", 0), backlog=world_size + 8)
     port = listener.getsockname()[1]
     released, release = os.pipe()

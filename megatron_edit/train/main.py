@@ -42,6 +42,8 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
                 print(help_text() if config.command.help else print_config(config))
             return 0
         assert plan is not None
+        if not config.command.dry_run:
+            _check_launcher(environment)
         check_transformer_engine(config.model.transformer_impl)
         platform = get_platform(config.training.device, int(environment.get("LOCAL_RANK", "0")))
         check_load(config.checkpoint.load, config.checkpoint.save)
@@ -59,11 +61,28 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
     return _train(config, platform, checked, environment)
 
 
+def _check_launcher(environment: Mapping[str, str]) -> None:
+    """WORLD_SIZE alone stands in for ranks in a --dry-run; to train, a launcher must have started them."""
+    ranks = environment.get("WORLD_SIZE", "1")
+    if ranks != "1" and "RANK" not in environment:
+        raise ConfigError([
+            f"WORLD_SIZE is {ranks} but RANK is not set, so this is no rank of {ranks}: start with "
+            f"torchrun --nproc-per-node {ranks}, or give --dry-run to make the checks alone"
+        ])  # fmt: skip
+
+
 def _train(config: Config, platform: Platform, checked: CheckedData, environment: Mapping[str, str]) -> int:
+    if config.training.deterministic_mode and platform.name == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        torch.use_deterministic_algorithms(True)
     platform.initialize()
     from megatron_edit.train.trainer import Trainer  # late: the errors above come in seconds without megatron-core
 
-    rank, store = _initialize_process_group(config, platform, environment)
+    try:
+        rank, store = _initialize_process_group(config, platform, environment)
+    except ValueError as error:  # RANK without MASTER_ADDR, and the like
+        print(f"error: the launcher's environment: {error}", file=sys.stderr, flush=True)
+        return 2
     try:
         Trainer(config, platform, checked, store).fit()
     except USER_ERRORS as error:
@@ -118,6 +137,7 @@ def _say_on_one_rank(rank: int, error: Exception) -> None:
 
 def _follows_from_another_rank(error: BaseException) -> bool:
     """Whether the error is that a collective found another rank gone or late."""
-    return isinstance(error, dist.DistError) or any(
-        sign in str(error) for sign in ("Connection closed by peer", "Connection reset by peer", "Timed out", "NCCL")
-    )
+    signs = (
+        "Connection closed by peer", "Connection reset by peer", "Timed out", "timeout caused pair closure", "NCCL"
+    )  # fmt: skip
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)

@@ -153,7 +153,7 @@ def build_optimizer(
         adam_beta1=optimizer.adam_beta1,
         adam_beta2=optimizer.adam_beta2,
         adam_eps=optimizer.adam_eps,
-        clip_grad=optimizer.clip_grad if optimizer.clip_grad > 0 else _NO_CLIP,
+        clip_grad=optimizer.clip_grad,
         bf16=training.bf16,
         fp16=training.fp16,
         params_dtype=_parameter_dtype(config),
@@ -170,9 +170,6 @@ def build_optimizer(
     )
     _use_fused_adam(built)
     return built
-
-
-_NO_CLIP = float("inf")  # the norm is computed and logged all the same, and nothing is scaled
 
 
 def _use_fused_adam(optimizer: MegatronOptimizer) -> None:

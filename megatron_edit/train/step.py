@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_edit.train.replica import Replica
 
@@ -21,7 +23,7 @@ class StepOutcome:
     loss_sum: torch.Tensor  # 0-d fp32, sum of masked token losses; 0 except on the last pipeline stage
     tokens: torch.Tensor  # 0-d, tokens that count; 0 except on the last pipeline stage
     grad_norm: float | None  # of the replica's gradient, before clipping; None: not computed
-    updated: bool  # False: no token counted, or fp16 overflow; the parameters are as before
+    updated: bool  # False: no token counted, or a gradient that is not finite; the parameters are as before
 
 
 class TrainStep:
@@ -47,10 +49,28 @@ class TrainStep:
         if self._counts_no_token():
             updated, grad_norm = False, None  # Adam would decay the weights and move on its momentum
         else:
-            updated, grad_norm, _ = replica.optimizer.step()
+            updated, grad_norm = self._update()
         replica.engine.after_step(updated)
         loss_sum, tokens = sum_losses(losses, replica.mesh.platform.device)
-        return StepOutcome(loss_sum, tokens, grad_norm, bool(updated))
+        return StepOutcome(loss_sum, tokens, grad_norm, updated)
+
+    @torch.no_grad()
+    def _update(self) -> tuple[bool, float | None]:
+        """megatron-core's optimizer step, left out when the gradient's norm is not finite (ours): (done, norm).
+
+        The norm is the replica's, so its ranks agree; in synchronous steps it is everybody's. One bad batch then costs
+        a step, not the weights: without a sync (`baseline`, warm-up) nothing could bring them back.
+        """
+        optimizer, clip_grad = self.replica.optimizer, self.replica.config.optimizer.clip_grad
+        if optimizer.prepare_grads():  # fp16 overflow
+            return False, None
+        norm = float(optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            return False, norm
+        if clip_grad > 0:
+            for part in optimizer.chained_optimizers:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=clip_grad, total_norm=norm)
+        return bool(optimizer.step_with_ready_grads()), norm
 
     def _finalize_gradients(
         self, model: list[torch.nn.Module], num_tokens: torch.Tensor, **megatron_arguments: Any

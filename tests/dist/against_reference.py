@@ -17,8 +17,8 @@ from megatron_edit.testing.tiny import VOCABULARY
 from tests.dist.engine_runs import Parameters, RankRecord, Run, learning_rate, run_engine
 from tests.reference.plain_edit import LlamaShape, RunResult, RunSettings, run_edit
 
-# Of weights absolute, of losses, norms and moments relative. A norm of Delta is that of a difference of fp32 numbers: next
-# to weights of 1 (the norms' own) a step of 1e-3 has a relative error of 3e-5.
+# Of weights absolute, of losses, norms and moments relative. A norm of Delta is that of a difference of fp32 numbers:
+# next to weights of 1 (the norms' own) a step of 1e-3 has a relative error of 3e-5.
 TOLERANCES = defaultdict(lambda: 1e-5, {"norms": 5e-5, "weights of the replicas": 5e-5, "clip coefficients": 5e-5})
 
 

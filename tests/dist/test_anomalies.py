@@ -16,9 +16,9 @@ from tests.dist.test_against_reference import LAYOUTS, make_run
 
 INTERVAL, SYNCS = 2, 10
 
-# sync -> (replica, module) whose Delta is some 20 times too long, or NaN
-TOO_LONG = {5: {(1, "layers.1"), (1, "head")}, 8: {(0, "embedding"), (1, "embedding"), (2, "embedding")}}
-NOT_A_NUMBER = {7: {(0, "layers.2")}, 9: {(0, "layers.3"), (1, "layers.3"), (2, "layers.3")}}
+# sync -> (replica, module), of up to four replicas, whose Delta is some 20 times too long, or NaN
+TOO_LONG = {5: {(1, "layers.1"), (1, "head")}, 8: {(i, "embedding") for i in range(4)}}
+NOT_A_NUMBER = {7: {(0, "layers.2")}, 9: {(i, "layers.3") for i in range(4)}}
 KEYS = ["embedding", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
 
 
@@ -86,7 +86,7 @@ def flags_of(records: list[RankRecord], sync: int) -> tuple[set[Any], set[Any], 
 
 def test_a_rollback_leaves_anchor_and_momentum_and_a_non_finite_replica_forgets_its_moments() -> None:
     """In the engine's own words, without the reference: what a rollback is, and whose moments become zero."""
-    run = anomaly_run("R2xS2")
+    run = anomaly_run("R2")
     run = Run(run.world_size, run.settings, INTERVAL * 9, run.data, spoil=spoil)  # up to sync 9: layers.3 rolled back
     rolled_back, before = run_engine(run), run_engine(Run(run.world_size, run.settings, INTERVAL * 8, run.data, spoil))
     for after, old in zip(rolled_back, before, strict=True):
@@ -105,6 +105,6 @@ def test_the_reference_sees_what_was_planned() -> None:
     result = run_reference(anomaly_run("R3"))
     assert len(result.syncs) == SYNCS
     for k, sync in enumerate(result.syncs, 1):
-        expected = {(i, KEYS.index(key)) for i, key in TOO_LONG.get(k, set())}
+        expected = {(i, KEYS.index(key)) for i, key in TOO_LONG.get(k, set()) if i < 3}
         assert {(int(i), int(m)) for i, m in sync.flagged.nonzero()} == expected
         assert (sync.betas < 1).sum() >= len(KEYS) / 2

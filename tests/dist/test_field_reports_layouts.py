@@ -53,12 +53,10 @@ def mean_losses(records: list[RankRecord], replica: int | None = None) -> list[f
 # ---- B09 -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_b09_losses_do_not_depend_on_the_layout_and_copies_stay_equal(sequence_parallel: bool) -> None:
+def test_b09_losses_do_not_depend_on_the_layout_and_copies_stay_equal() -> None:
     expected: list[float] = []
-    for grid in GRIDS:
-        if sequence_parallel and grid[0] == 1 and expected:
-            continue
+    cases = [(grid, False) for grid in GRIDS] + [((2, 1, 1), True), ((2, 2, 1), True)]
+    for grid, sequence_parallel in cases:
         records = run_engine(grid_run(grid, steps=10, sequence_parallel=sequence_parallel, adam_eps=1e-6))
         losses = mean_losses(records)
         expected = expected or losses
@@ -140,7 +138,7 @@ def test_b14_one_gradient_norm_and_one_clipped_update_in_all_layouts(tied: bool)
     (record,) = run_engine(grid_run((1, 1, 1), steps=1, **{**settings, "clip_grad": 1e9}))
     norm = record.grad_norms[0]
     assert norm is not None and norm > 0.5
-    for grid in GRIDS[1:]:
+    for grid in GRIDS[1:5]:
         run = grid_run(grid, steps=1, **{**settings, "clip_grad": norm / 2})
         records = run_engine(run)
         assert [r.grad_norms[0] for r in records] == pytest.approx([norm] * len(records), rel=1e-5), grid

@@ -19,6 +19,8 @@ from tests.dist.engine_runs import Batch, Parameters, RankRecord, Run, digests, 
 from tests.dist.test_field_reports_layouts import mean_losses
 from tests.dist.test_identities import PLAIN_MEAN, identity_run, largest_difference, leaders
 
+FULL = pytest.mark.full("the rest of the layouts and methods")
+
 
 def constant_halves(config: Config, iteration: int) -> Batch:
     """Each replica's own samples, the same in every iteration."""
@@ -180,7 +182,7 @@ def b55_records(replicas: int, masked_replica: int | None = None, **settings: An
     return records
 
 
-@pytest.mark.parametrize("method", ["edit", "baseline"])
+@pytest.mark.parametrize("method", ["edit", pytest.param("baseline", marks=FULL)])
 def test_b55_the_mean_loss_is_one_number_whatever_the_number_of_replicas(method: str) -> None:
     """On identical data, over two syncs; then with a replica whose share is fully masked."""
     one, two, three = (mean_losses(b55_records(replicas, edit_method=method)) for replicas in (1, 2, 3))

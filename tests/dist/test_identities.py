@@ -25,6 +25,8 @@ from tests.dist.engine_runs import (
 )
 from tests.dist.test_against_reference import LAYOUTS
 
+FULL = pytest.mark.full("the same on other data")
+
 PLAIN_MEAN = {
     "edit_outer_lr": 1.0,
     "edit_outer_momentum": 0.0,
@@ -113,7 +115,9 @@ def test_one_replica_with_momentum_is_a_look_ahead_optimizer() -> None:
     assert largest_difference(*(r[0].snapshots["parameters"] for r in (synced, baseline))) > 1e-4
 
 
-@pytest.mark.parametrize("data", [tiny_global_batch, masked_batch], ids=["all tokens", "masked tokens"])
+@pytest.mark.parametrize(
+    "data", [pytest.param(tiny_global_batch, marks=FULL), masked_batch], ids=["all tokens", "masked tokens"]
+)
 def test_baseline_of_replicas_is_baseline_of_one_replica_with_a_larger_shard_group(data: Any) -> None:
     replicas = identity_run("R2xS2", 5, data, edit_method="baseline")
     one = replicas.changed(edit_num_replicas=1)
@@ -147,7 +151,7 @@ def test_the_clipped_pseudo_gradient_is_at_most_phi_long(phi: float) -> None:
     assert phi * 0.999 < length <= phi * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("data", [tiny_global_batch, pytest.param(masked_batch, marks=pytest.mark.full("masked too"))])
+@pytest.mark.parametrize("data", [tiny_global_batch, pytest.param(masked_batch, marks=FULL)])
 def test_b45_local_sgd_with_interval_1_and_the_mean_is_synchronous_sgd(data: Any) -> None:
     """Equal token counts: the mean of the replicas' gradients is the gradient of the whole batch."""
     if data is masked_batch:

@@ -17,6 +17,7 @@ from megatron_edit.train.step import TrainStep
 from tests.dist.engine_runs import Run, run_engine
 from tests.dist.test_against_reference import make_run
 
+FULL = pytest.mark.full("the rest of the layouts")
 Event = tuple[str, int]  # ("launch" | "complete" | "computes" | "computed", index of the module)
 
 
@@ -71,7 +72,7 @@ def in_flight_while_computing(events: list[Event]) -> list[tuple[int, set[int]]]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("layout", "gathers"), [("R2", False), ("R2xS2", True), ("R2xTP2", False)])
+@pytest.mark.parametrize(("layout", "gathers"), [("R2", False), ("R2xS2", True)])
 def test_the_next_modules_are_in_flight_while_a_module_computes(layout: str, gathers: bool, depth: int) -> None:
     """Module j computes: the all-reduce of j + 2 is in flight, and with a depth of 2 that of j + 3.
 
@@ -174,7 +175,7 @@ def test_collectives_of_the_sync_group_are_issued_in_one_order(layout: str) -> N
 # ---- placement, and who waits for whom -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["R2xS2", "R2xTP2", "R2xPP2 interleaved"])
+@pytest.mark.parametrize("layout", ["R2xS2", pytest.param("R2xTP2", marks=FULL), "R2xPP2 interleaved"])
 def test_the_sync_in_the_forward_pass_equals_the_blocking_one_bit_for_bit(layout: str) -> None:
     runs = [
         run_engine(make_run(layout, edit_sync_placement=placement, edit_prefetch_depth=depth))
@@ -210,7 +211,7 @@ def steps_of_replica_0_before_replica_1_has_woken(layout: str, **settings: Any) 
     return ahead.pop()
 
 
-@pytest.mark.parametrize("layout", ["R2xS2", "R2xTP2", "R2xPP2"])
+@pytest.mark.parametrize("layout", ["R2xS2", "R2xPP2", pytest.param("R2xTP2", marks=FULL)])
 def test_no_local_step_waits_for_another_replica(layout: str) -> None:
     """Replica 0 takes all its steps up to the sync while replica 1 sleeps; the sync, at the end of step 4, waits."""
     assert steps_of_replica_0_before_replica_1_has_woken(layout) == 3

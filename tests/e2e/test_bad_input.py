@@ -346,6 +346,19 @@ def test_tokenizer_files_that_cannot_be(tokenizer: str, kind: str, corpora: Corp
 LONG = "x" * 300
 
 
+def without_launcher(rank: int) -> None:
+    stop_at_the_build(rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "2"
+    del os.environ["RANK"]
+
+
+def test_ranks_that_nobody_started(tmp_path: Path) -> None:
+    """As after a --dry-run for 2 ranks without torchrun, with --dry-run left off."""
+    (line,) = refuse(1, tmp_path, in_rank=without_launcher)
+    assert "WORLD_SIZE is 2 but RANK is not set" in line and "torchrun --nproc-per-node 2" in line
+    assert start(1, "--dry-run", directory=tmp_path, in_rank=without_launcher).exit_codes == [0]
+
+
 @pytest.mark.parametrize("name", ["save", "tensorboard_dir", "metrics_file", "log_sample_ids"])
 @pytest.mark.parametrize("place", ["below a file", "no permission", "no file system", "name too long"])
 def test_places_that_cannot_be_written(place: str, name: str, tmp_path: Path) -> None:

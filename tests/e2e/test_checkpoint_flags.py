@@ -239,6 +239,17 @@ def test_another_model_is_named(case: str, saved: Path) -> None:
         assert named in message or ("more" in message and case in ("width", "depth", "fewer layers")), message
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"edit_warmup_steps": 12}, "a warm-up of 12 steps cannot take it up; 0 steps would work"),
+        pytest.param({"edit_method": "baseline"}, "a warm-up without end", marks=pytest.mark.full(reason="the same")),
+    ],
+)
+def test_local_replicas_do_not_go_back_to_synchronous_steps(settings: dict[str, Any], named: str, saved: Path) -> None:
+    assert named in refused(start(2, **{**SMALL, **settings}, train_iters=20, load=str(saved)))
+
+
 # ---- B24: keeping ----------------------------------------------------------------------------------------------------
 
 

@@ -138,7 +138,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        name if name in ("R2", "R3", "R2xTP2") else pytest.param(name, marks=pytest.mark.full(reason="more layouts"))
+        for name in LAYOUTS
+    ],
+)
 def test_sample_ids_are_those_of_one_order(layout: str, corpora: Corpora, tmp_path: Path) -> None:
     """Over two epochs and a restart: replicas disjoint, each sample once an epoch, one order for all layouts."""
     world_size, settings = LAYOUTS[layout]

@@ -378,6 +378,18 @@ def test_configure_does_not_repeat_what_a_bad_value_hides() -> None:
     assert len(error.value.problems) == 2, error.value.problems
 
 
+@pytest.mark.parametrize("text", ["trainng:\n  train_iters: 3\n  global_batch_size: 8\n", "a: [", None])
+def test_configure_of_a_file_that_cannot_be_understood(tmp_path: Path, text: str | None) -> None:
+    """One problem: of the section, the YAML or the file, and not also that the settings in it are missing."""
+    path = tmp_path / "run.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        configure(["--mock-data", "--config", str(path)], {}, "cpu")
+    (problem,) = error.value.problems
+    assert "run.yaml" in problem
+
+
 def test_configure_refuses_a_bad_environment() -> None:
     with pytest.raises(ConfigError, match="WORLD_SIZE must be a number"):
         configure(f"{BASE} --global-batch-size 8".split(), {"WORLD_SIZE": "many"}, "cpu")

@@ -251,6 +251,15 @@ class TestRandomState:
         assert torch.equal(torch.rand(3), drawn)
         assert torch.cuda.initial_seed() == 5
 
+    def test_a_fork_of_the_tracker_is_no_news(self, caplog):
+        """megatron-core finds the CPU's generator changed, which is the device's here: once a layer with dropout."""
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0, force_reset_rng=True)
+        with get_cuda_rng_tracker().fork():
+            torch.rand(1)
+        assert caplog.records == []
+
     def test_fork_rng(self):
         state = torch.get_rng_state()
         with torch.random.fork_rng():
