@@ -113,6 +113,7 @@ class RunCheckpoints:
             **self._description(position.iteration),
             "scope": scope,
             "consumed_samples": position.consumed_samples,
+            "order": self._order(),
             "schedule": {
                 "samples": position.schedule_samples,
                 "global_batch_size": schedule.global_batch_size,
@@ -147,6 +148,17 @@ class RunCheckpoints:
             "versions": {name: _version(name) for name in ("megatron_edit", "megatron-core", "torch")},
         }
 
+    def _order(self) -> dict[str, Any]:
+        """What the order of samples follows from: with another value, the position counts other samples."""
+        data = self._config.data
+        return {
+            "seed": self._config.training.seed,
+            "seq_length": self._config.model.seq_length,
+            "data_path": list(data.data_path),
+            "train_data_path": list(data.train_data_path),
+            "split": data.split if data.data_path else None,
+        }
+
     @property
     def _at_sync(self) -> bool:
         """Whether all replicas hold the same weights, once a due sync is completed."""
@@ -168,6 +180,8 @@ class RunCheckpoints:
             if candidate is None:
                 self._say(f"--load {load} is empty: first start")
         if candidate is None:
+            if load is None and self._writer is not None:
+                self._warn_of_used_folder(self._writer)
             return self._start(Position(), resumed=False)
         saved = candidate.manifest.content
         weights_only = settings.finetune or not settings.load_optim
@@ -195,6 +209,7 @@ class RunCheckpoints:
             position = Position(candidate.manifest.iteration, saved["consumed_samples"], schedule["samples"])
             start = self._start(position, resumed=True)
             remarks.append(self._schedule_remark(start.schedule, schedule))
+            remarks += self._order_remarks(saved.get("order", {}))
             if self._settings.use_checkpoint_opt_param_scheduler:
                 start = replace(start, schedule=_saved_schedule(schedule))
             what = "resumed"
@@ -204,6 +219,25 @@ class RunCheckpoints:
             self._say(remark)
         self._say(f"{what} iteration {candidate.manifest.iteration} of {start.train_iters} from {load}")
         return start
+
+    def _warn_of_used_folder(self, writer: CheckpointWriter) -> None:
+        """A new run in the folder of another writes over it; --load would have gone on with that one."""
+        iterations = on_first_rank(writer.folder.complete_iterations, self._group)
+        if iterations:
+            self._say(
+                f"*** --save {self._settings.save} holds a run at iteration {max(iterations)}, and this one starts anew "
+                f"and writes over it: give --load {self._settings.save} to go on with it, or a folder of its own ***"
+            )
+
+    def _order_remarks(self, saved: dict[str, Any]) -> list[str]:
+        """Loud lines where the samples after the position are not those that the saved run would have read."""
+        ours = self._order()
+        return [
+            f"*** --{name.replace('_', '-')} was {saved[name]}, is {ours[name]}: the order of samples is another one, "
+            "so some may be read twice and others not at all in this epoch ***"
+            for name in ours
+            if name in saved and saved[name] != ours[name]
+        ]
 
     def _iteration_here(self, candidate: Candidate) -> int | None:
         """The loaded iteration when --save already holds it as its last: to write it anew would risk the only copy."""

@@ -319,3 +319,17 @@ def test_replicas_come_and_go_and_no_sample_is_lost(tmp_path: Path) -> None:
     assert found == rates(straight)
     assert samples_of(ids) == samples_of(tmp_path / "other.jsonl")
     assert len(set(samples_of(ids))) == 12 * 12
+
+
+# ---- what a user should be told loudly -------------------------------------------------------------------------------
+
+
+def test_a_new_run_in_a_used_folder_is_said_loudly(run: Path) -> None:
+    result = train(2, **SMALL, train_iters=2, save=str(run))
+    assert f"*** --save {run} holds a run at iteration 10, and this one starts anew" in result.stdout
+
+
+def test_another_order_of_samples_is_said_loudly(run: Path) -> None:
+    settings = {**SMALL, "train_iters": 11, "load": str(run)}
+    assert "order of samples is another one" not in train(2, **settings).stdout
+    assert "*** --seed was 1234, is 7: the order of samples is another one" in train(2, **settings, seed=7).stdout
