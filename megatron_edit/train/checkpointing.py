@@ -224,9 +224,10 @@ class RunCheckpoints:
         """A new run in the folder of another writes over it; --load would have gone on with that one."""
         iterations = on_first_rank(writer.folder.complete_iterations, self._group)
         if iterations:
+            save, iteration = self._settings.save, max(iterations)
             self._say(
-                f"*** --save {self._settings.save} holds a run at iteration {max(iterations)}, and this one starts anew "
-                f"and writes over it: give --load {self._settings.save} to go on with it, or a folder of its own ***"
+                f"*** --save {save} holds a run at iteration {iteration}, and this one starts anew and writes over it: "
+                f"give --load {save} to go on with it, or a folder of its own ***"
             )
 
     def _order_remarks(self, saved: dict[str, Any]) -> list[str]:
