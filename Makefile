@@ -2,6 +2,7 @@
 #   make quickstart   train a small Llama with EDiT on this machine's CPU, on real text
 #   make test         all that CI runs            make test-full   everything, the long tests too
 #   make lint         ruff, mypy, import-linter   make bench       benchmarks, one after another
+#   make bench-checkpoint  seconds and bytes of a save, against torch.save
 #   make docs         write docs/flags.md anew from the config schema
 #   make clean        remove the environment and what runs have written
 # Variables: PYTHON (interpreter that makes the environment), VENV (its folder), PYTEST_ARGS.
@@ -14,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python
 
-.PHONY: quickstart test test-full lint bench docs clean
+.PHONY: quickstart test test-full lint bench bench-checkpoint docs clean
 
 quickstart: $(INSTALLED)
 	$(RUN) tools/quickstart.py
@@ -32,6 +33,9 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(RUN) $$script; done
+
+bench-checkpoint: $(INSTALLED)
+	$(RUN) benchmarks/checkpoint.py
 
 docs: $(INSTALLED)
 	$(RUN) tools/document_flags.py

@@ -203,6 +203,7 @@ def check_folders(config: Config) -> Iterator[str]:
     save, load = config.checkpoint.save, config.checkpoint.load
     if config.checkpoint.save_interval is not None and save is None:
         yield f"--save-interval {config.checkpoint.save_interval} needs --save DIR"
+    yield from _checkpoint_problems(config)
     first_start = save is not None and load is not None and Path(load).absolute() == Path(save).absolute()
     if load is not None and not os.path.isdir(load) and not first_start:
         yield (f"--load {load} is not a folder; only a --load that equals --save may be missing, for a first start")
@@ -218,6 +219,39 @@ def check_folders(config: Config) -> Iterator[str]:
             yield f"{flag_of(name)} {file} is a folder, but a file is written there"
         elif file is not None:
             yield from _cannot_write(flag_of(name), Path(file))
+
+
+def _checkpoint_problems(config: Config) -> Iterator[str]:
+    """Flags of loading that contradict each other or have nothing to act on."""
+    checkpoint = config.checkpoint
+    given = {
+        "--ckpt-step": checkpoint.ckpt_step is not None,
+        "--load-fallback": checkpoint.load_fallback,
+        "--finetune": checkpoint.finetune,
+        "--no-load-optim": not checkpoint.load_optim,
+        "--no-load-rng": not checkpoint.load_rng,
+        "--use-checkpoint-opt_param-scheduler": checkpoint.use_checkpoint_opt_param_scheduler,
+    }
+    for flag in (flag for flag, on in given.items() if on and checkpoint.load is None):
+        yield f"{flag} needs --load DIR"
+    if checkpoint.use_checkpoint_opt_param_scheduler:
+        for flag, other in (
+            ("--override-opt_param-scheduler", checkpoint.override_opt_param_scheduler),
+            ("--finetune", checkpoint.finetune),
+            ("--no-load-optim", not checkpoint.load_optim),
+        ):
+            if other:
+                yield (
+                    f"--use-checkpoint-opt_param-scheduler and {flag} contradict each other: the learning rate comes "
+                    "from the checkpoint or from the flags"
+                )
+    if checkpoint.finetune and checkpoint.load is not None and checkpoint.load == checkpoint.save:
+        yield (
+            f"--finetune with --load equal to --save {checkpoint.save} would begin anew at every start: load from "
+            "another folder, and leave --finetune out to go on"
+        )
+    if checkpoint.keep_checkpoints and checkpoint.save is None:
+        yield f"--keep-checkpoints {checkpoint.keep_checkpoints} needs --save DIR"
 
 
 def _cannot_write(flag: str, path: Path) -> Iterator[str]:

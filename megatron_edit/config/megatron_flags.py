@@ -84,8 +84,7 @@ _DENSE_ONLY = "mixture of experts is not built here: the model is a dense Llama"
 _LLAMA_ONLY = "the model is a Llama"
 _UNEVEN_STAGES = "unequal pipeline stages are not built here: every stage holds the same number of layers"
 _LOW_PRECISION = "FP8 and FP4 are not built here: use --bf16"
-_CHECKPOINT_PARTS = "loading or saving a part of a checkpoint is not built yet: a resume restores everything"
-_SCHEDULE_SOURCE = "the schedule is a pure function of the flags: the ones given now always hold"
+_CHECKPOINT_PARTS = "a full checkpoint holds everything that a resume needs; see --save-scope compact"
 _SYNC_AXIS = "the distributed optimizer shards inside a replica; set the replicas with --edit-num-replicas"
 
 MEGATRON_FLAGS: dict[str, MegatronFlag] = {
@@ -150,10 +149,6 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     "--decoupled-min-lr": _refused("all parameters have one learning rate"),
     "--start-weight-decay": _refused("the weight decay is constant: use --weight-decay"),
     "--end-weight-decay": _refused("the weight decay is constant: use --weight-decay"),
-    "--override-opt-param-scheduler": _refused(_SCHEDULE_SOURCE),
-    "--override-opt_param-scheduler": _refused(_SCHEDULE_SOURCE),
-    "--use-checkpoint-opt-param-scheduler": _refused(_SCHEDULE_SOURCE),
-    "--use-checkpoint-opt_param-scheduler": _refused(_SCHEDULE_SOURCE),
     "--reset-position-ids": _refused("positions run through a sample, over ends of documents"),
     "--reset-attention-mask": _refused("attention runs through a sample, over ends of documents"),
     "--per-split-data-args-path": _refused("give --train-data-path, --valid-data-path and --test-data-path"),
@@ -161,14 +156,9 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     "--fim-data": _refused("fill-in-the-middle data is not built here"),
     "--sft": _refused("fine-tuning on dialogues is not built here"),
     "--use-checkpoint-args": _refused("the model is described by the flags given now"),
-    "--finetune": _refused(_CHECKPOINT_PARTS),
-    "--no-load-optim": _refused(_CHECKPOINT_PARTS),
-    "--no-load-rng": _refused(_CHECKPOINT_PARTS),
     "--no-save-optim": _refused(_CHECKPOINT_PARTS),
     "--no-save-rng": _refused(_CHECKPOINT_PARTS),
-    "--ckpt-step": _refused("choosing an older checkpoint is not built yet: the last complete one is loaded"),
     "--pretrained-checkpoint": _refused("starting from foreign weights is not built yet"),
-    "--async-save": _refused("saving in the background is not built yet"),
     "--skip-train": _refused("evaluation without training is not built yet"),
     "--iterations-to-skip": _refused("skipping iterations would change the order of samples"),
     "--recompute-modules": _refused("--recompute-granularity selective recomputes the attention"),
@@ -201,6 +191,8 @@ MOE_PREFIX = "--moe-"
 TRANSLATED: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     "--use-rope-scaling": (0, lambda _: {"rope_scaling_type": "llama3"}),
     "--recompute-activations": (0, lambda _: {"recompute_granularity": "selective"}),
+    "--override-opt_param-scheduler": (0, lambda _: {"override_opt_param_scheduler": True}),
+    "--use-checkpoint-opt_param-scheduler": (0, lambda _: {"use_checkpoint_opt_param_scheduler": True}),
     "--distributed-timeout-minutes": (1, lambda v: {"distributed_timeout_seconds": int(v) * 60}),
     "--rotary-seq-len-interpolation-factor": (
         1,

@@ -269,8 +269,34 @@ class CheckpointConfig:
 
     save: str | None = setting(None, "folder of the checkpoints", metavar="DIR")
     save_interval: int | None = setting(None, "iterations between saves; the end always saves", minimum=1)
+    async_save: bool = setting(False, "copy the state and write the checkpoint while training goes on")
+    keep_checkpoints: int = setting(
+        0, "newest checkpoints to keep; older ones are deleted after a save; 0 = keep all", minimum=0
+    )
+    save_scope: str = setting(
+        "full", "everything; or compact, at syncs only: anchor, outer state and the moments of replica 0, which all "
+        "replicas then start from: not exact, but its size does not grow with the replicas",
+        choices=("full", "compact"),
+    )  # fmt: skip
     load: str | None = setting(
-        None, "folder to resume from; missing is an error unless it equals --save", metavar="DIR"
+        None, "folder to resume from, or one checkpoint in it; missing is an error unless it equals --save",
+        metavar="DIR",
+    )  # fmt: skip
+    ckpt_step: int | None = setting(None, "iteration to load instead of the last one", minimum=0)
+    load_fallback: bool = setting(False, "when the checkpoint is damaged, load the complete one before it")
+    finetune: bool = setting(
+        False, "load the weights alone and start a new run from them: iteration, data and learning rate from 0"
+    )
+    load_optim: bool = setting(
+        True, "load more than the weights; with --no-load-optim optimizer, sync and learning rate start anew, at the "
+        "iteration and the place in the data of the checkpoint"
+    )  # fmt: skip
+    load_rng: bool = setting(True, "load the state of the random generators (dropout)")
+    override_opt_param_scheduler: bool = setting(
+        False, "take the learning rate schedule from the flags; what is done anyhow"
+    )
+    use_checkpoint_opt_param_scheduler: bool = setting(
+        False, "take the learning rate schedule from the checkpoint, not from the flags"
     )
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_edit.parallel.layout import Coordinates, Layout
+from megatron_edit.parallel.layout import AXES, Coordinates, Layout
 from megatron_edit.platform.base import Platform
 
 ProcessGroup = dist.ProcessGroup
@@ -32,7 +32,8 @@ class Mesh:
     one replica: a module's squared norms are summed over it), `replica_group`, `sync_group` (one rank of each
     replica, same shard of the same layers; big messages only), `sync_control_group` (the same ranks over gloo,
     CPU tensors: norms and flags, never behind a big message) and `world_control_group` (all ranks over gloo, CPU
-    tensors: metrics, evaluation, saving).
+    tensors: metrics, evaluation) and `checkpoint_group` (the same again: a save in the background talks there while
+    training goes on).
     """
 
     layout: Layout
@@ -46,6 +47,7 @@ class Mesh:
     sync_group: ProcessGroup
     sync_control_group: ProcessGroup
     world_control_group: ProcessGroup
+    checkpoint_group: ProcessGroup
 
     @property
     def num_replicas(self) -> int:
@@ -143,7 +145,8 @@ def build_mesh(
         replica_group=replica_group,
         sync_group=group("sync", backend=platform.sync_backend()),
         sync_control_group=group("sync", backend="gloo"),
-        world_control_group=group(*("sync", "dp", "pp", "cp", "tp"), backend="gloo"),
+        world_control_group=group(*AXES, backend="gloo"),
+        checkpoint_group=group(*AXES, backend="gloo"),
     )
 
 

@@ -208,31 +208,36 @@ class SyncEngine:
         lines, self._warning_lines = self._warning_lines, []
         return lines
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state; a due sync must have been completed (`drain`)."""
-        assert not any(self._pending), "a sync is pending: drain first"
-        return {
-            "trigger": self.trigger.state_dict(),
-            "detector": self.detector.state_dict(),
-            "anchor": self.anchor,
-            "outer_momentum": self.outer_momentum,
-            "steps_since_sync": self._steps_since_sync,
-        }
+    @property
+    def steps_since_sync(self) -> int:
+        """Steps of this replica that changed its parameters since the last completed sync."""
+        return self._steps_since_sync
+
+    def ensure_anchor(self) -> None:
+        """Anchor and outer momentum exist afterwards, for a checkpoint to be read into them."""
+        if not self.anchor:
+            self._allocate_anchor()
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up `state`, of the same layout; parameters and inner moments are loaded elsewhere."""
-        self.trigger.load_state_dict(state["trigger"])
-        self.detector.load_state_dict(state["detector"])
-        self._steps_since_sync = state["steps_since_sync"]
+    def resume(
+        self,
+        trigger: dict[str, int | None],
+        *,
+        detector: dict[str, torch.Tensor] | None = None,
+        steps_since_sync: int = 0,
+        has_anchor: bool = False,
+    ) -> None:
+        """Goes on from saved counters, when masters and, with `has_anchor`, anchor and outer momentum are loaded.
+
+        Without an anchor, outside the warm-up, the masters become it. `detector`: its state for this stage's modules;
+        None starts it anew. Collective. Raises ValueError as `StepTrigger.load_state_dict` does.
+        """
+        self.trigger.load_state_dict(trigger)
+        if detector is not None:
+            self.detector.load_state_dict(detector)
+        self._steps_since_sync = steps_since_sync
         self._reducer.enabled = self.trigger.in_warmup and self.mesh.num_replicas > 1
-        if state["anchor"]:
-            self._allocate_anchor()
-            for own, saved in zip(self.anchor, state["anchor"], strict=True):
-                own.copy_(saved)
-            for own, saved in zip(self.outer_momentum, state["outer_momentum"], strict=True):
-                own.copy_(saved)
-        elif not self.trigger.in_warmup:
+        if not has_anchor and not self.trigger.in_warmup:
             self._set_anchor()
 
     # ---- called by the bucket groups, as the forward pass reaches their modules ----------------------------------
@@ -257,7 +262,7 @@ class SyncEngine:
                 assert pending.buffer is not None
                 if pending.work is not None:
                     pending.work.wait()
-                beta = self._clip_coefficient(module, pending.buffer)
+                beta = self.clip_coefficient_of(module, pending.buffer)
                 self._clip_coefficients[module.index] = beta
                 nesterov_step_(
                     anchor, momentum, pending.buffer, beta,
@@ -331,8 +336,8 @@ class SyncEngine:
             pending.work = self.transport.all_reduce(pending.buffer)
         self._observe("launch", module)
 
-    def _clip_coefficient(self, module: ModuleShard, averaged: torch.Tensor) -> torch.Tensor:
-        """beta as a 0-d fp64 tensor on the device; the host does not wait for it."""
+    def clip_coefficient_of(self, module: ModuleShard, averaged: torch.Tensor) -> torch.Tensor:
+        """beta of an averaged pseudo gradient [numel], 0-d fp64 on the device; the host does not wait for it."""
         if self.config.edit_pseudo_grad_clip == 0:
             return torch.ones((), dtype=torch.float64, device=averaged.device)
         squares = module.counted_square_sum(averaged)

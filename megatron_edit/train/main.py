@@ -15,7 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_edit.checkpoint.store import CheckpointError, check_load
+from megatron_edit.checkpoint.errors import CheckpointError, SaveError
+from megatron_edit.checkpoint.folders import check_load
 from megatron_edit.config.arithmetic import describe
 from megatron_edit.config.configure import configure
 from megatron_edit.config.notes import notes
@@ -87,6 +88,9 @@ def _train(config: Config, platform: Platform, checked: CheckedData, environment
     except USER_ERRORS as error:
         _say_on_one_rank(rank, error)
         code = 2
+    except SaveError as error:
+        _say_on_one_rank(rank, error)
+        code = 1
     except BaseException as error:
         if _follows_from_another_rank(error):
             time.sleep(SECONDS_FOR_THE_CAUSE)

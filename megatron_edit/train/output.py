@@ -16,19 +16,18 @@ class RunOutput:
     `begin` comes once, when it is known at which iteration this start begins; lines said before are plain.
     """
 
-    def __init__(self, config: Config, *, writes: bool, train_iters: int) -> None:
+    def __init__(self, config: Config, *, writes: bool) -> None:
         self._config = config
         self._writes = writes
-        self._train_iters = train_iters
         self._display: ProgressDisplay | None = None
         self._writer: MetricsWriter | None = None
 
-    def begin(self, iteration: int) -> None:
+    def begin(self, iteration: int, train_iters: int) -> None:
         """Opens display and files; what an earlier start wrote beyond `iteration` is not this run's."""
         if not self._writes:
             return
         logging, save = self._config.logging, self._config.checkpoint.save
-        self._display = make_progress(logging.progress, train_iters=self._train_iters, iteration=iteration)
+        self._display = make_progress(logging.progress, train_iters=train_iters, iteration=iteration)
         settings = {name: value_of(self._config, name) for name in SETTINGS}
         self._writer = MetricsWriter(logging, save, iteration=iteration, settings=settings, say=self.say)
 

@@ -32,6 +32,7 @@ class LearningRateSchedule:
 
     def __init__(self, optimizer: OptimizerConfig, train_iters: int, global_batch_size: int) -> None:
         self.optimizer = optimizer
+        self.train_iters = train_iters
         self.global_batch_size = global_batch_size
         self.lengths: ScheduleLengths = schedule_lengths(optimizer, train_iters, global_batch_size)
 

@@ -9,39 +9,28 @@ iterations that are the same on all of them; in between, nothing here waits for 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_edit.checkpoint.rank_state import load_rank_state_dict, rank_state_dict
-from megatron_edit.checkpoint.store import CheckpointError, CheckpointStore
 from megatron_edit.config.schema import Config
-from megatron_edit.config.settings import flag_of
 from megatron_edit.model.sharding import local_parameter_count, parameter_count
 from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.platform import Platform
-from megatron_edit.sync.trigger import WarmupError
 from megatron_edit.train.checked_data import CheckedData
+from megatron_edit.train.checkpointing import Position, RunCheckpoints
 from megatron_edit.train.data import RunData
 from megatron_edit.train.evaluate import evaluate
-from megatron_edit.train.final_weights import save_final
 from megatron_edit.train.loglines import EvaluationReport
 from megatron_edit.train.metrics import MetricsReducer, Reporter, Throughput, training_flops_per_token
 from megatron_edit.train.output import RunOutput
 from megatron_edit.train.replica import build_replica, mesh_of
-from megatron_edit.train.schedule import LearningRateSchedule
 from megatron_edit.train.signals import StopCoordinator, StopReason, exit_interval_reached
 from megatron_edit.train.step import StepOutcome, TrainStep
 from megatron_edit.train.sync_report import stage_sync_report
 from megatron_edit.train.writers import drop_lines_after
-
-MAY_CHANGE = (  # settings of the model that a run may be resumed with
-    "model_size", "seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout", "init_method_std",
-    "transformer_impl",
-)  # fmt: skip
 
 
 class Trainer:
@@ -54,22 +43,22 @@ class Trainer:
         training = config.training
         assert training.train_iters is not None and training.global_batch_size is not None
         self.config = config
-        self.train_iters: int = training.train_iters
         self.global_batch_size: int = training.global_batch_size
-        self.iteration = 0  # completed iterations
-        self.consumed_samples = 0  # of all replicas, in the completed iterations
         self.vocab_size = checked.tokenizer.vocab_size
         self.mesh = mesh_of(config, platform)
         self.data = RunData(config, checked, self.mesh)
         self.replica = build_replica(config, self.mesh, self.vocab_size)
         self.engine = self.replica.engine
         self._step = TrainStep(self.replica)
-        self._schedule = LearningRateSchedule(config.optimizer, self.train_iters, self.global_batch_size)
-        self._checkpoints = _store_of(config.checkpoint.save, self.mesh.world_control_group)
-        self._output = RunOutput(config, writes=self.mesh.rank == 0, train_iters=self.train_iters)
+        self._output = RunOutput(config, writes=self.mesh.rank == 0)
+        self._checkpoints = RunCheckpoints(config, self.replica, self.vocab_size, self._output.say)
+        start = self._checkpoints.load()
+        self.train_iters = start.train_iters
+        self.iteration = start.position.iteration  # completed iterations
+        self.consumed_samples = start.position.consumed_samples  # of all replicas, in the completed iterations
+        self._schedule, self._schedule_samples = start.schedule, start.position.schedule_samples
+        self._resumed = start.resumed
         self._rendezvous_store = store
-        self._saved_iteration: int | None = None  # what --save holds already
-        self._resumed = self._resume()
         self._logged_iteration = self.iteration
         self._learning_rate = 0.0  # of the last step
         self._sample_ids = _SampleIdFile(config.data.log_sample_ids, self.mesh, self.iteration)
@@ -86,8 +75,9 @@ class Trainer:
         """Trains to the end, or until a stop is asked for; saves; writes and evaluates `final/` at the end."""
         try:
             self._announce()
-            self._output.begin(self.iteration)
-            if self._resumed and self.iteration >= self.train_iters and not self._lacks_final():
+            self._output.begin(self.iteration, self.train_iters)
+            at_end = self._resumed and self.iteration >= self.train_iters
+            if at_end and not self._checkpoints.lacks_final(self.iteration):
                 self._output.say(f"nothing left to do: resumed at iteration {self.iteration} of {self.train_iters}")
                 return
             training = self.config.training
@@ -120,7 +110,7 @@ class Trainer:
 
     def _train_iteration(self) -> None:
         microbatches, sample_ids = self._loader.next_batch()
-        self._learning_rate = self._schedule.at_samples(self.consumed_samples)
+        self._learning_rate = self._schedule.at_samples(self.consumed_samples - self._schedule_samples)
         outcome = self._step.run(microbatches, self._learning_rate)
         self.iteration += 1
         self.consumed_samples += self.global_batch_size
@@ -129,9 +119,9 @@ class Trainer:
         interval = self.config.evaluation.eval_interval
         if interval and self.iteration % interval == 0 and self.iteration < self.train_iters:
             self._evaluate("validation", self.data.evaluation_splits[:1])
-        interval = self.config.checkpoint.save_interval
-        if interval and self.iteration % interval == 0 and self.iteration < self.train_iters:
+        if self._checkpoints.due(self.iteration) and self.iteration < self.train_iters:
             self._save()
+        self._checkpoints.poll()
 
     # ---- the log -----------------------------------------------------------------------------------------------------
 
@@ -214,25 +204,17 @@ class Trainer:
             shown = name if split == "valid" else "test"
             self._output.show([EvaluationReport(self.iteration, shown, result.loss, result.tokens)])
 
-    def _save(self) -> None:
-        if self._checkpoints is None:
-            self._output.say(f"no --save: iteration {self.iteration} is not saved")
-            return
-        if self._saved_iteration == self.iteration:
-            return  # writing it anew would put the only copy at risk
+    def _save(self, *, wait: bool = False) -> None:
         with self._metrics.untimed():
             self._flush_log()  # a start that resumes here finds the lines up to here
-            state = rank_state_dict(self.engine, self.replica.optimizer)
-            metadata = {"consumed_samples": self.consumed_samples, **self._saved_for()}
-            folder = self._checkpoints.save(self.iteration, state, metadata)
-            self._saved_iteration = self.iteration
+            position = Position(self.iteration, self.consumed_samples, self._schedule_samples)
+            self._checkpoints.save(position, self._schedule, wait=wait)
         self._report_sync()
-        self._output.say(f"saved iteration {self.iteration} to {folder}")
 
     def _end(self, reason: StopReason | str | None) -> None:
         """The resumable checkpoint; at the end of training also a last sync, `final/` and the last evaluation."""
         self._emit()
-        self._save()
+        self._save(wait=True)
         self._flush_log()
         if reason is not None:
             self._output.say(str(reason))
@@ -240,62 +222,11 @@ class Trainer:
         self.engine.sync_now()
         self._report_sync()
         self._flush_log()
-        if self._checkpoints is not None:
-            save_final(self._checkpoints, self.replica, iteration=self.iteration, vocab_size=self.vocab_size)
-            self._output.say(f"saved the final weights to {self._checkpoints.directory / 'final'}")
+        self._checkpoints.save_final(self.iteration)
         if self.config.evaluation.eval_at_end:
             self._evaluate("validation", self.data.evaluation_splits)
             if not self.data.evaluation_splits:
                 self._output.say("nothing was evaluated: no validation data, or --eval-iters 0")
-
-    def _resume(self) -> bool:
-        """Takes up the checkpoint of --load, when there is one. Returns whether it did."""
-        checkpoint = self.config.checkpoint
-        store = _store_of(checkpoint.load, self.mesh.world_control_group)
-        if store is None:
-            return False
-        found = store.latest()
-        if found is None:  # and `check_load` has found that --load is --save
-            self._output.say(f"--load {checkpoint.load} is empty: first start")
-            return False
-        iteration = found["iteration"]
-        differences = [
-            f"{what} was {saved}, is {value}"
-            for part, values in self._saved_for().items()
-            for what, value in values.items()
-            if (saved := found[part].get(what, value)) != value
-        ]
-        if differences:
-            raise CheckpointError(
-                f"--load {checkpoint.load}: iteration {iteration} is of another run ({'; '.join(differences)}), and "
-                "resuming with another model or layout is not supported yet"
-            )
-        try:
-            load_rank_state_dict(store.load(iteration), self.engine, self.replica.optimizer)
-        except WarmupError as error:
-            raise CheckpointError(f"--load {checkpoint.load}, --edit-warmup-steps: {error}") from None
-        self.iteration, self.consumed_samples = iteration, found["consumed_samples"]
-        if self._checkpoints is not None and self._checkpoints.directory.absolute() == store.directory.absolute():
-            self._saved_iteration = iteration
-        self._output.say(f"resumed iteration {iteration} of {self.train_iters} from {checkpoint.load}")
-        return True
-
-    def _lacks_final(self) -> bool:
-        """Whether an earlier start saved the last iteration here and then did not come to write `final/`."""
-        if self._checkpoints is None or self._saved_iteration != self.iteration:
-            return False
-        return self._checkpoints.final_iteration() != self.iteration
-
-    def _saved_for(self) -> dict[str, dict[str, Any]]:
-        """What must be equal in a run that takes up a checkpoint of this one."""
-        model = {flag_of(name): value for name, value in asdict(self.config.model).items() if name not in MAY_CHANGE}
-        chunk = "num_layers_per_virtual_pipeline_stage"
-        layout = {**asdict(self.mesh.layout), flag_of(chunk): getattr(self.config.parallel, chunk)}
-        return {"layout": layout, "model": {"vocabulary size": self.vocab_size, **model}}
-
-
-def _store_of(directory: str | None, group: dist.ProcessGroup) -> CheckpointStore | None:
-    return CheckpointStore(directory, group) if directory else None
 
 
 class _SampleIdFile:

@@ -6,7 +6,6 @@ The model is the fixture of the field reports: 4 layers, hidden size 64, 8 heads
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megatron_edit.checkpoint.manifest import read_manifest
+from megatron_edit.checkpoint.torch_dist import read_whole_tensors, stored_tensors
 from megatron_edit.testing.command import CommandResult, run_command
 
 TINY: dict[str, Any] = {
@@ -120,37 +121,26 @@ def files_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def tensors_of(file: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in a file that torch.save has written, by its path; other leaves as tensors of their hash."""
-    found: dict[str, torch.Tensor] = {}
+def weights_of(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """Whole tensors of a checkpoint whose names start with `prefix`, by the rest of the name."""
+    names = [name for name in stored_tensors(folder) if name.startswith(prefix)]
+    return {name.removeprefix(prefix): value for name, value in read_whole_tensors(folder, names).items()}
 
-    def visit(path: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found[path] = value
-        elif isinstance(value, dict):
-            for key, inner in value.items():
-                visit(f"{path}/{key}", inner)
-        elif isinstance(value, (list, tuple)):
-            for index, inner in enumerate(value):
-                visit(f"{path}/{index}", inner)
-        else:
-            found[path] = torch.frombuffer(bytearray(hashlib.sha256(repr(value).encode()).digest()), dtype=torch.uint8)
 
-    visit("", torch.load(file, weights_only=True))
-    return found
+def masters(checkpoint: Path, replica: int) -> dict[str, torch.Tensor]:
+    """fp32 masters of one replica, by canonical name."""
+    return weights_of(checkpoint, f"replica{replica}.optimizer.state.param.")
 
 
 def differences(first: Path, second: Path) -> list[str]:
-    """Tensors that are not bit-equal in two folders of a checkpoint; the folders must hold the same files."""
-    assert files_below(first) == files_below(second)
-    found = []
-    for name in sorted(files_below(first)):
-        if not name.endswith(".pt"):
-            continue
-        one, other = tensors_of(first / name), tensors_of(second / name)
-        assert one.keys() == other.keys(), f"{name}: {one.keys() ^ other.keys()}"
-        found += [f"{name}{path}" for path in one if not _same_bits(one[path], other[path])]
-    return found
+    """Tensors and numbers that are not bit-equal in two checkpoints (or two folders `final`)."""
+    one, other = stored_tensors(first), stored_tensors(second)
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    assert all(entry.complete for entry in (*one.values(), *other.values()))
+    left, right = read_whole_tensors(first, list(one)), read_whole_tensors(second, list(other))
+    found = [name for name in left if not _same_bits(left[name], right[name])]
+    content, theirs = read_manifest(first).content, read_manifest(second).content
+    return found + [name for name in content if content[name] != theirs.get(name)]
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

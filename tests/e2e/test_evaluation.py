@@ -13,7 +13,7 @@ import torch
 from megatron_edit.data.corpus import TokenizerSpec, preprocess
 from megatron_edit.data.tokenizers import ByteTokenizer
 from tests.e2e.conftest import Corpora
-from tests.e2e.runs import differences, evaluations, losses, train
+from tests.e2e.runs import differences, evaluations, losses, train, weights_of
 from tests.reference.plain_edit import LlamaShape, PlainLlama
 
 SEQ_LENGTH = 32
@@ -40,8 +40,7 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
 def offline_loss(final: Path, documents: list[list[int]], *, mask_after_end: bool) -> float:
     """Mean over the tokens of all whole samples, by a model that shares no code with the program."""
     weights = {
-        name: tensor[:259].double() if tensor.shape[0] == 384 else tensor.double()
-        for name, tensor in torch.load(final / "weights_tp_00_pp_000.pt", weights_only=True).items()
+        name: tensor.double() for name, tensor in weights_of(final, "model.").items()
     }
     model = PlainLlama(LlamaShape(4, 64, 128, 8, 2, 259, 8), weights)
     loss_sum, tokens = 0.0, 0

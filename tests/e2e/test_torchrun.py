@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_edit.checkpoint.manifest import read_manifest
 from tests.e2e.runs import TINY, arguments, evaluations, files_below, losses, syncs, train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,8 +93,8 @@ def test_sigterm_to_one_rank_of_torchrun(tmp_path: Path) -> None:
     (saved,) = re.findall(r"^saved iteration (\d+) to run/iter_(\d+)$", stdout, re.MULTILINE)
     assert f"SIGTERM on rank 1: all ranks stop after iteration {saved[0]}" in stdout
     folder = tmp_path / "run" / f"iter_{saved[1]}"
-    assert json.loads((folder / "metadata.json").read_text())["iteration"] == int(saved[0]) == int(saved[1])
-    assert {path.name for path in folder.glob("*.pt")} == {"rank_00000.pt", "rank_00001.pt"}
+    assert read_manifest(folder).iteration == int(saved[0]) == int(saved[1])
+    assert {path.name for path in folder.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
 
 
 @pytest.mark.full(reason="one true start more; forked ranks show the same")

@@ -261,7 +261,7 @@ CHANGES_THE_RESULT = """
 --normalization LayerNorm
 --position-embedding-type learned_absolute
 --ckpt-format torch
---finetune
+--no-save-optim
 """
 
 

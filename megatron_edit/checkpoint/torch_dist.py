@@ -1,0 +1,257 @@
+"""Writing and reading megatron-core's `torch_dist` format, in this process: what `dist_checkpointing.load` reads.
+
+megatron-core maps tensors to places in global ones (`ShardedTensor`) and plans; the files are written here, one per
+rank, one tensor after another, their SHA-256 on the way. megatron-core's own writer copies the whole state into other
+processes first, which outlive a rank that is killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.checkpointable import (
+    CheckpointableShardedTensor,
+    LocalShardsContainer,
+)
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner, MCoreSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megatron_edit.checkpoint.errors import CheckpointError, SaveError
+from megatron_edit.checkpoint.manifest import FileEntry, describe_file
+
+Shape = tuple[int, ...]
+METADATA = ".metadata"  # torch's: which tensor lies where
+_MEGATRON_FILES = ("metadata.json", "common.pt")  # what megatron-core's own loader looks for
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One global tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    elements_written: int  # fewer than the shape has: a part was never written
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of its elements are there."""
+        return self.elements_written == math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Size of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(
+    folder: Path, tensors: Iterable[ShardedTensor], group: dist.ProcessGroup, expected: Mapping[str, Shape]
+) -> dict[str, FileEntry]:
+    """Writes every rank's `tensors` into `folder`, durably; returns the files that this rank has written.
+
+    `expected`: shapes of whole tensors that the ranks together must have written. Collective over `group`, whose
+    first rank must be rank 0. Raises SaveError on all ranks when one fails or a part of a tensor was not written.
+    """
+    writer = _StreamingWriter(folder, expected)
+    try:
+        dcp.save(
+            _for_torch(tensors),
+            storage_writer=writer,
+            planner=MCoreSavePlanner(flatten_state_dict=False),
+            process_group=group,
+        )
+    except CheckpointException as failure:
+        raise SaveError(_causes(failure)) from failure
+    files = writer.files
+    if dist.get_rank(group) == 0:
+        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+        torch.save({}, folder / "common.pt")
+        for name in _MEGATRON_FILES:
+            with open(folder / name, "rb") as file:
+                os.fsync(file.fileno())
+        files |= {name: describe_file(folder / name) for name in (METADATA, *_MEGATRON_FILES)}
+    return files
+
+
+def read_tensors(folder: Path, tensors: Iterable[ShardedTensor], group: dist.ProcessGroup | None) -> None:
+    """Fills the data of `tensors` in place from whatever pieces they were written in.
+
+    Collective over `group`; None: this process alone. Raises CheckpointError on all ranks when one fails.
+    """
+    try:
+        with _without_warnings():
+            dcp.load(
+                _for_torch(tensors),
+                storage_reader=dcp.FileSystemReader(folder),
+                planner=MCoreLoadPlanner(flatten_state_dict=False),
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as failure:
+        raise CheckpointError(f"{folder} cannot be loaded: {_causes(failure)}") from failure
+
+
+def read_whole_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU, by this process alone."""
+    stored = stored_tensors(folder)
+    whole = {name: torch.empty(stored[name].shape, dtype=stored[name].dtype) for name in names}
+    if whole:
+        read_tensors(folder, [whole_tensor(name, tensor) for name, tensor in whole.items()], None)
+    return whole
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint in `folder`. Raises CheckpointError when the index cannot be read."""
+    try:
+        metadata = dcp.FileSystemReader(folder).read_metadata()
+    except Exception as error:  # a damaged pickle raises whatever it likes
+        raise CheckpointError(f"{folder / METADATA} cannot be read: {error!r}") from error
+    return _stored(metadata)
+
+
+def _stored(metadata: Metadata) -> dict[str, StoredTensor]:
+    return {
+        name: StoredTensor(
+            tuple(entry.size), entry.properties.dtype, sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        )
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def whole_tensor(key: str, data: torch.Tensor) -> ShardedTensor:
+    """`data` as all of the global tensor `key`."""
+    return block_of(key, data, tuple(data.shape), (0,) * data.ndim)
+
+
+def block_of(
+    key: str, data: torch.Tensor, global_shape: tuple[int, ...], global_offset: tuple[int, ...]
+) -> ShardedTensor:
+    """`data` as the block at `global_offset` of the global tensor `key`; blocks need not form a regular grid."""
+    return ShardedTensor(
+        key, data, data.dtype, tuple(data.shape), global_shape, global_offset, axis_fragmentations=None
+    )
+
+
+class _StreamingWriter(dcp.FileSystemWriter):
+    """torch's writer with one open file a rank, one tensor in flight, and a checksum of what was written."""
+
+    def __init__(self, folder: Path, expected: Mapping[str, Shape]) -> None:
+        super().__init__(folder)
+        self.folder = folder
+        self._expected = expected
+        self.files: dict[str, FileEntry] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's items in the order of the plan."""
+        results: list[WriteResult] = []
+        name = f"{plan.storage_data.prefix}0.distcp"
+        if plan.items:
+            with open(self.folder / name, "wb") as file:
+                stream = _HashingStream(file)
+                for item in plan.items:
+                    start = stream.size
+                    data = planner.resolve_data(item)
+                    assert isinstance(data, torch.Tensor), "everything is stored as tensors"
+                    stream.save(_alone(data.detach()))
+                    length = stream.size - start
+                    results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                file.flush()
+                os.fsync(file.fileno())
+            self.files[name] = FileEntry(stream.size, stream.digest.hexdigest())
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """The first rank writes the index. Raises SaveError when a tensor was not written as a whole."""
+        stored = _stored(metadata)
+        for key, shape in self._expected.items():
+            if key not in stored or stored[key].shape != shape:
+                raise SaveError(f"{key} {list(shape)} was not written")
+        for key, entry in stored.items():
+            if not entry.complete:
+                raise SaveError(f"{key} {list(entry.shape)}: {entry.elements_written} elements were written")
+        super().finish(metadata, results)
+
+
+class _HashingStream:
+    """A file that knows the SHA-256 of what went through it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._error: OSError | None = None
+        self.digest = hashlib.sha256()
+        self.size = 0
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """torch.save of `tensor`. Raises OSError when the file cannot be written; torch.save would hide it."""
+        try:
+            torch.save(tensor, cast(IO[bytes], self))
+        except RuntimeError:
+            if self._error is not None:
+                raise self._error from None
+            raise
+
+    def write(self, data: Any) -> int:
+        """All of `data`."""
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._error = error
+            raise
+        self.digest.update(data)
+        count = memoryview(data).nbytes
+        self.size += count
+        return count
+
+    def flush(self) -> None:
+        """torch.save calls it after each tensor; the file is flushed at its end."""
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` on the CPU with a storage of its own size: torch.save writes the whole storage under a view."""
+    tensor = tensor.to("cpu")
+    if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _for_torch(tensors: Iterable[ShardedTensor]) -> dict[str, torch.Tensor]:
+    """As torch's planners take them: one object per global tensor, which knows its blocks on this rank."""
+    blocks: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        blocks[tensor.key].append(CheckpointableShardedTensor.from_sh_ten(tensor))
+    return {key: LocalShardsContainer(parts) for key, parts in blocks.items()}
+
+
+def _causes(failure: CheckpointException) -> str:
+    """The first failing rank's own words."""
+    rank, (error, _) = next(iter(sorted(failure.failures.items())))
+    return f"rank {rank}: {type(error).__name__}: {error}"
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """torch warns that a load by one process is one by one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

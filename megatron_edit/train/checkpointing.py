@@ -1,0 +1,288 @@
+"""What a run saves and takes up: the trainer's side of `checkpoint/`, what the flags mean and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from megatron_edit.checkpoint.collective import on_first_rank
+from megatron_edit.checkpoint.errors import CheckpointError
+from megatron_edit.checkpoint.finder import find_checkpoint
+from megatron_edit.checkpoint.folders import Candidate, same_folder
+from megatron_edit.checkpoint.restore import describe_candidate, layout_description, restore, restore_weights
+from megatron_edit.checkpoint.training_state import TrainingState
+from megatron_edit.checkpoint.writer import CheckpointWriter, Saved
+from megatron_edit.config.schema import Config, OptimizerConfig
+from megatron_edit.config.settings import is_given
+from megatron_edit.train.replica import Replica
+from megatron_edit.train.schedule import LearningRateSchedule
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands. Samples are those of all replicas."""
+
+    iteration: int = 0  # completed
+    consumed_samples: int = 0
+    schedule_samples: int = 0  # consumed before the first step of the learning rate schedule
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run begins with."""
+
+    position: Position
+    train_iters: int
+    schedule: LearningRateSchedule
+    resumed: bool  # the run of the checkpoint goes on; False for a new one, --finetune included
+
+
+class RunCheckpoints:
+    """Checkpoints of one run. Every method is collective over all ranks.
+
+    Raises CheckpointError when another run saves into the folder of --save.
+    """
+
+    def __init__(self, config: Config, replica: Replica, vocab_size: int, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._settings = config.checkpoint
+        self._replica = replica
+        self._engine = replica.engine
+        self._group = replica.mesh.checkpoint_group
+        self._say = say
+        self._vocab_size = vocab_size
+        self._state = TrainingState(replica.engine, replica.optimizer, config.model, vocab_size)
+        self._saved_iteration: int | None = None
+        self._is_due = False
+        self._writer: CheckpointWriter | None = None
+        if self._settings.save:
+            self._writer = CheckpointWriter(
+                self._settings.save, self._group, keep=self._settings.keep_checkpoints, say=say
+            )
+
+    # ---- saving ----------------------------------------------------------------------------------------------------
+
+    def due(self, iteration: int) -> bool:
+        """Whether `iteration` is to be saved. A compact checkpoint waits for the next sync."""
+        interval = self._settings.save_interval
+        self._is_due = self._is_due or bool(interval and iteration % interval == 0)
+        return self._is_due and (self._settings.save_scope == "full" or self._at_sync)
+
+    def save(self, position: Position, schedule: LearningRateSchedule, *, wait: bool = False) -> None:
+        """Completes a due sync and saves; says so when it is durable. Nothing is done twice for one iteration.
+
+        `wait`: also with --async-save the checkpoint is complete on return.
+        """
+        self._engine.drain()
+        if self._writer is None:
+            self._say(f"no --save: iteration {position.iteration} is not saved")
+        elif self._saved_iteration != position.iteration:
+            self._report(self._writer.finished(wait=True))
+            self._write(self._writer, position, schedule)
+        if self._writer is not None and wait:
+            self._report(self._writer.finished(wait=True))
+
+    def poll(self) -> None:
+        """Says when a save in the background is complete. Raises SaveError when it failed."""
+        if self._writer is not None:
+            self._report(self._writer.finished())
+
+    def lacks_final(self, iteration: int) -> bool:
+        """Whether an earlier start saved `iteration` here, its last, and then did not come to write `final/`."""
+        if self._writer is None or self._saved_iteration != iteration:
+            return False
+        return on_first_rank(self._writer.folder.final_iteration, self._group) != iteration
+
+    def save_final(self, iteration: int) -> None:
+        """Writes `final/`: weights only, of the last sync, in the model's dtype. Any layout can read it."""
+        if self._writer is None:
+            return
+        self._engine.drain()
+        content = {**self._description(iteration), "scope": "weights"}
+        saved = self._writer.save(self._state.checkpoint(content))
+        self._say(f"saved the final weights to {saved.folder}")
+
+    def _write(self, writer: CheckpointWriter, position: Position, schedule: LearningRateSchedule) -> None:
+        scope = self._settings.save_scope if self._at_sync else "full"
+        if scope != self._settings.save_scope:
+            self._say(f"iteration {position.iteration} lies between two syncs: its checkpoint is a full one")
+        numbers = self._state.numbers(self._group)
+        content = {
+            **self._description(position.iteration),
+            "scope": scope,
+            "consumed_samples": position.consumed_samples,
+            "order": self._order(),
+            "schedule": {
+                "samples": position.schedule_samples,
+                "global_batch_size": schedule.global_batch_size,
+                "train_iters": schedule.train_iters,
+                "optimizer": asdict(schedule.optimizer),
+            },
+            **numbers,
+            "replicas": numbers["replicas"] if scope == "full" else numbers["replicas"][:1],
+        }
+        checkpoint = self._state.checkpoint(content)
+        if self._settings.async_save:
+            writer.save_in_background(checkpoint)
+        else:
+            self._report(writer.save(checkpoint))
+        self._saved_iteration = position.iteration
+        self._is_due = False
+
+    def _report(self, saved: Saved | None) -> None:
+        if saved is None:
+            return
+        self._say(f"saved iteration {saved.iteration} to {saved.folder}")
+        if saved.deleted:
+            self._say(f"deleted the checkpoints of iterations {', '.join(map(str, saved.deleted))}")
+
+    def _description(self, iteration: int) -> dict[str, Any]:
+        return {
+            "iteration": iteration,
+            "layout": layout_description(self._state),
+            "method": self._config.edit.edit_method,
+            "vocab_size": self._vocab_size,
+            "model": asdict(self._config.model),
+            "versions": {name: _version(name) for name in ("megatron_edit", "megatron-core", "torch")},
+        }
+
+    def _order(self) -> dict[str, Any]:
+        """What the order of samples follows from: with another value, the position counts other samples."""
+        data = self._config.data
+        return {
+            "seed": self._config.training.seed,
+            "seq_length": self._config.model.seq_length,
+            "data_path": list(data.data_path),
+            "train_data_path": list(data.train_data_path),
+            "split": data.split if data.data_path else None,
+        }
+
+    @property
+    def _at_sync(self) -> bool:
+        """Whether all replicas hold the same weights, once a due sync is completed."""
+        trigger = self._engine.trigger
+        return trigger.warmup_end is None or (trigger.steps - trigger.warmup_end) % trigger.interval == 0
+
+    # ---- loading ---------------------------------------------------------------------------------------------------
+
+    def load(self) -> Start:
+        """Takes up the checkpoint of --load, if there is one. Raises CheckpointError."""
+        settings, load = self._settings, self._settings.load
+        candidate = None
+        if load is not None:
+            candidate = find_checkpoint(
+                load, self._group, step=settings.ckpt_step, fallback=settings.load_fallback, say=self._say
+            )
+            if candidate is None and not same_folder(load, settings.save):
+                raise CheckpointError(f"--load {load}: there is no complete checkpoint in it")
+            if candidate is None:
+                self._say(f"--load {load} is empty: first start")
+        if candidate is None:
+            if load is None and self._writer is not None:
+                self._warn_of_used_folder(self._writer)
+            return self._start(Position(), resumed=False)
+        saved = candidate.manifest.content
+        weights_only = settings.finetune or not settings.load_optim
+        if weights_only:
+            iteration = 0 if settings.finetune else candidate.manifest.iteration
+            consumed = 0 if settings.finetune else saved.get("consumed_samples")
+            if consumed is None:
+                raise CheckpointError(f"{candidate.folder} holds weights only: give --finetune to start from them")
+            position = Position(iteration, consumed, consumed)
+            remarks = restore_weights(self._state, candidate, self._group, iteration=iteration)
+            remarks.append("learning rate: the flags' schedule, from its first step: only weights were loaded")
+            start = self._start(position, resumed=iteration > 0)
+            what = "started from the weights of"
+        else:
+            remarks = restore(
+                self._state,
+                candidate,
+                self._group,
+                random_states=settings.load_rng,
+                seed=self._config.training.seed,
+            )
+            if not settings.load_rng:
+                remarks.append("--no-load-rng: generators (dropout) are as at the start of a run")
+            schedule = saved["schedule"]
+            position = Position(candidate.manifest.iteration, saved["consumed_samples"], schedule["samples"])
+            start = self._start(position, resumed=True)
+            remarks.append(self._schedule_remark(start.schedule, schedule))
+            remarks += self._order_remarks(saved.get("order", {}))
+            if self._settings.use_checkpoint_opt_param_scheduler:
+                start = replace(start, schedule=_saved_schedule(schedule))
+            what = "resumed"
+            self._saved_iteration = self._iteration_here(candidate)
+        self._say(f"loaded {describe_candidate(candidate.folder, saved)}")
+        for remark in remarks:
+            self._say(remark)
+        self._say(f"{what} iteration {candidate.manifest.iteration} of {start.train_iters} from {load}")
+        return start
+
+    def _warn_of_used_folder(self, writer: CheckpointWriter) -> None:
+        """A new run in the folder of another writes over it; --load would have gone on with that one."""
+        iterations = on_first_rank(writer.folder.complete_iterations, self._group)
+        if iterations:
+            save, iteration = self._settings.save, max(iterations)
+            self._say(
+                f"*** --save {save} holds a run at iteration {iteration}, and this one starts anew and writes over it: "
+                f"give --load {save} to go on with it, or a folder of its own ***"
+            )
+
+    def _order_remarks(self, saved: dict[str, Any]) -> list[str]:
+        """Loud lines where the samples after the position are not those that the saved run would have read."""
+        ours = self._order()
+        return [
+            f"*** --{name.replace('_', '-')} was {saved[name]}, is {ours[name]}: the order of samples is another one, "
+            "so some may be read twice and others not at all in this epoch ***"
+            for name in ours
+            if name in saved and saved[name] != ours[name]
+        ]
+
+    def _iteration_here(self, candidate: Candidate) -> int | None:
+        """The loaded iteration when --save already holds it as its last: to write it anew would risk the only copy."""
+        writer, iteration = self._writer, candidate.manifest.iteration
+        if writer is None or not same_folder(str(candidate.folder.parent), self._settings.save):
+            return None
+        return iteration if on_first_rank(lambda: writer.folder.is_last(iteration), self._group) else None
+
+    def _start(self, position: Position, *, resumed: bool) -> Start:
+        """With the flags' schedule; a decay whose length is not given ends with the run."""
+        training, optimizer = self._config.training, self._config.optimizer
+        assert training.train_iters is not None and training.global_batch_size is not None
+        train_iters, batch = training.train_iters, training.global_batch_size
+        if is_given(self._config, "train_samples"):
+            assert training.train_samples is not None
+            train_iters = position.iteration + max(0, training.train_samples - position.consumed_samples) // batch
+        if self._config.sources.get("lr_decay_iters") == "derived":
+            left = max(1, train_iters - position.iteration) * batch
+            decay = position.consumed_samples - position.schedule_samples + left
+            optimizer = replace(optimizer, lr_decay_iters=None, lr_decay_samples=decay)
+        return Start(position, train_iters, LearningRateSchedule(optimizer, train_iters, batch), resumed)
+
+    def _schedule_remark(self, flags: LearningRateSchedule, saved: dict[str, Any]) -> str:
+        """Which source won, and what it changes."""
+        ours, theirs = asdict(flags.optimizer), saved["optimizer"]
+        names = [name for name in theirs if name.startswith(("lr", "min_lr"))]
+        if ours["lr_decay_style"] == theirs["lr_decay_style"] == "constant":
+            names = [name for name in names if "decay" not in name and name != "min_lr"]
+        changed = ", ".join(f"{name} {theirs[name]} -> {ours[name]}" for name in names if ours[name] != theirs[name])
+        if self._settings.use_checkpoint_opt_param_scheduler:
+            lost = f"; not used of the flags: {changed}" if changed else ""
+            return f"learning rate: the checkpoint's schedule (--use-checkpoint-opt_param-scheduler){lost}"
+        how = " (--override-opt_param-scheduler)" if self._settings.override_opt_param_scheduler else ""
+        return f"learning rate: the flags' schedule{how}; " + (changed or "the checkpoint's is the same")
+
+
+def _saved_schedule(saved: dict[str, Any]) -> LearningRateSchedule:
+    return LearningRateSchedule(
+        OptimizerConfig(**saved["optimizer"]), saved["train_iters"], saved["global_batch_size"]
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

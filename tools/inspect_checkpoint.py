@@ -1,0 +1,79 @@
+"""Looks into a checkpoint: content, layout, sizes; verifies it, compares two, writes out one replica's state.
+
+usage: python tools/inspect_checkpoint.py DIR [--ckpt-step N] [--tensors] [--verify] [--compare OTHER]
+                                              [--dump-replica I FILE.pt]
+
+DIR is a folder of checkpoints (then also a line for each, and the one its pointer names is taken) or one checkpoint.
+Exit code: 0 all is well, 1 damaged or different, 2 nothing to look at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from megatron_edit.checkpoint import inspect
+from megatron_edit.checkpoint.errors import CheckpointError
+from megatron_edit.checkpoint.manifest import MANIFEST
+
+
+def main(argv: list[str]) -> int:
+    """Runs the tool; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("directory", type=Path, help="folder of checkpoints, or one checkpoint")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to look at")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    parser.add_argument("--compare", type=Path, metavar="OTHER", help="compare with this one, tensor by tensor")
+    parser.add_argument("--dump-replica", nargs=2, metavar=("I", "FILE"), help="torch.save one replica's state")
+    arguments = parser.parse_args(argv)
+    try:
+        return _inspect(arguments)
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    directory: Path = arguments.directory
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a folder")
+    if not (directory / MANIFEST).exists():
+        _print(inspect.list_folder(directory))
+    candidate = inspect.choose(directory, arguments.ckpt_step)
+    _print(inspect.describe(candidate))
+    if arguments.tensors:
+        _print(inspect.tensor_lines(candidate))
+    code = 0
+    if arguments.verify:
+        problems = inspect.verify(candidate)
+        _print(problems or [f"verified: {len(candidate.manifest.files)} files, every tensor complete"])
+        code = 1 if problems else code
+    if arguments.compare is not None:
+        other = inspect.choose(arguments.compare, None)
+        equal = True
+        for difference in inspect.compare(candidate.folder, other.folder):
+            equal = False
+            largest = "" if difference.largest != difference.largest else f", largest {difference.largest:.3e}"
+            print(f"{difference.name}: {difference.what}{largest}")
+        print(f"{candidate.folder} and {other.folder}: {'equal, bit by bit' if equal else 'different'}")
+        code = code if equal else 1
+    if arguments.dump_replica is not None:
+        index, file = arguments.dump_replica
+        torch.save(inspect.replica_state(candidate, int(index)), file)
+        print(f"wrote replica {index} to {file}")
+    return code
+
+
+def _print(lines: list[str]) -> None:
+    for line in lines:
+        print(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
