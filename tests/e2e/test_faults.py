@@ -1,4 +1,7 @@
-"""B57: one rank fails. Its error is said first, all ranks end with an error code, the last checkpoint is intact."""
+"""B57: one rank fails. Its error is said first, all ranks end with an error code, the last checkpoint is intact.
+
+A full disk on one rank: test_checkpoint_faults.py.
+"""
 
 from __future__ import annotations
 
@@ -51,17 +54,9 @@ def killed(trainer: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def full_disk(trainer: Any) -> None:
-    def save(*arguments: Any, **options: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    torch.save = save
-
-
 FAULTS: dict[str, tuple[Callable[[Any], None], str]] = {
     "bad sample": (bad_sample, "LoaderError: replica 1, shard rank 0: reading the batch after 48 consumed samples"),
     "unreadable file": (unreadable, "corpus.bin"),
-    "full disk": (full_disk, "No space left on device"),
 }
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "R2": (2, 1, {}),
