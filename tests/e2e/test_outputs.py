@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,6 +75,7 @@ def test_each_iteration_once_in_every_file_after_a_restart(
     save, board = str(tmp_path / "run"), str(tmp_path / "board")
     settings = {"train_iters": 6, "save": save, "load": save, "tensorboard_dir": board, **layout}
     first = train(world_size, **settings, exit_interval=3)
+    time.sleep(1.1)  # TensorBoard orders its files by the second in their names
     second = train(world_size, **settings)
     log = {**losses(first.stdout), **losses(second.stdout)}
     assert list(log) == [1, 2, 3, 4, 5, 6] and all(0 < float(loss) < 10 for loss in log.values())
