@@ -55,7 +55,9 @@ def killed_in_save(number: int, share: float, victim: int, begun: Path) -> Calla
         def write(self: CheckpointWriter, checkpoint: Checkpoint) -> Saved:
             nonlocal saves, seconds
             saves += 1
-            begun.write_text(str(checkpoint.iteration))
+            aside = begun.with_suffix(".aside")
+            aside.write_text(str(checkpoint.iteration))
+            aside.replace(begun)  # whole or not at all: the kill may come here
             if saves == number:
                 threading.Timer(share * seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
             started = time.monotonic()
