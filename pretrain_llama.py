@@ -5,5 +5,5 @@ import sys
 
 from megatron_edit.train.main import main
 
-if __name__ == "__main__":  # saving may start helper processes that import this file
+if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
