@@ -333,3 +333,13 @@ def test_another_order_of_samples_is_said_loudly(run: Path) -> None:
     settings = {**SMALL, "train_iters": 11, "load": str(run)}
     assert "order of samples is another one" not in train(2, **settings).stdout
     assert "*** --seed was 1234, is 7: the order of samples is another one" in train(2, **settings, seed=7).stdout
+
+
+def test_b55_the_logged_loss_does_not_jump_at_a_resize(tmp_path: Path) -> None:
+    """Saved at a sync, so all replicas go on from one anchor: the next global batch has one mean, for any number."""
+    train(2, **SMALL, train_iters=6, save=str(tmp_path))
+    after = {}
+    for replicas in (1, 2, 4):
+        result = train(replicas, **SMALL, train_iters=7, load=str(tmp_path), edit_num_replicas=replicas)
+        after[replicas] = float(losses(result.stdout)[7])
+    assert after[1] == pytest.approx(after[2], rel=1e-5) and after[4] == pytest.approx(after[2], rel=1e-5)
