@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_edit.config.schema import Config, OptimizerConfig
-from megatron_edit.config.settings import SETTINGS, with_values
+from megatron_edit.config.settings import SETTINGS, value_of, with_values
+from megatron_edit.sync.methods import METHODS
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,25 @@ def _derived_model(config: Config) -> dict[str, Any]:
 
 
 def _derived_method(config: Config) -> dict[str, Any]:
-    if config.edit.edit_sync_interval == 0 and config.edit.edit_method != "baseline":
-        return {"edit_method": "baseline"}
-    return {}
+    """The method, and the defaults of its row for what was not given."""
+    edit, values = config.edit, {}
+    name = edit.edit_method
+    if edit.edit_sync_interval == 0 and name == "edit":
+        values["edit_method"] = name = "baseline"
+    method = METHODS[name]
+    defaults = {
+        "edit_weighting": method.weighting,
+        "edit_anomaly_threshold": method.anomaly_threshold,
+        "edit_pseudo_grad_clip": method.pseudo_grad_clip,
+        "edit_outer_lr": method.outer_lr,
+        "edit_outer_momentum": method.outer_momentum,
+        "edit_sync_placement": method.placement if method.placement in ("forward", "step") else None,
+        "edit_sync_time": 600.0 if method.trigger == "time" else None,
+    }
+    for setting, default in defaults.items():
+        if value_of(config, setting) is None and default is not None:
+            values[setting] = default
+    return values
 
 
 def _derived_replicas(config: Config, world_size: int, local_world_size: int) -> dict[str, Any]:

@@ -58,6 +58,15 @@ class SyncResult:
     total_ms: float  # from the decision to the last module's update
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """All replicas have met: a sync was decided (or, too early for it, put off), and these are its step counts."""
+
+    index: int  # of the sync, 1 for the first
+    steps: tuple[int, ...]  # [R] iterations of each replica since the meeting before, or since the warm-up ended
+    averaged: bool  # False: fewer steps than --edit-min-total-steps, the replicas go on as they are
+
+
 @dataclass
 class _Pending:
     """State of one module between the decision and its update."""
@@ -86,7 +95,7 @@ class SyncEngine:
         self.method = get_method(config.edit_method)
         self.modules = collect_modules(chunks, optimizer, mesh)
         self.transport = SyncTransport(mesh.platform, mesh.sync_group, mesh.sync_control_group)
-        warmup_steps = config.edit_warmup_steps if self.method.has_anchor else None
+        warmup_steps = config.edit_warmup_steps if self.method.is_local else None
         self.trigger = StepTrigger(max(config.edit_sync_interval, 1), warmup_steps)
         self.detector = AnomalyDetector(
             mesh.num_replicas,
@@ -125,22 +134,27 @@ class SyncEngine:
         return self.trigger.in_warmup
 
     @torch.no_grad()
-    def after_step(self, updated: bool = True) -> None:
-        """Once per optimizer step, whether or not it changed the parameters (`updated`)."""
+    def after_step(self, updated: bool = True, *, learning_rate: float = 0.0, asked: bool = False) -> Meeting | None:
+        """Once per optimizer step, whether or not it changed the parameters (`updated`).
+
+        `learning_rate`: the step's; `asked`: what the replica agreed on, see `Trigger.wants_sync`. Returns what the
+        replicas learnt of each other when a sync was due.
+        """
         self._steps_since_sync += int(updated)
-        step = self.trigger.advance()
+        step = self.trigger.advance(asked)
         if step.set_anchor:
             self._set_anchor()
             self._reducer.enabled = False
             self._steps_since_sync = 0
-        if not step.sync_due:
-            return
+        if not step.due:
+            return None
         self.drain()  # only ever something to do when no forward pass came between
         self._decide(step.syncs)
         if self.config.edit_sync_placement == "step":
             self._sync_blocking()
         else:
             self._launch_through(self.config.edit_prefetch_depth)
+        return None
 
     @torch.no_grad()
     def drain(self) -> None:

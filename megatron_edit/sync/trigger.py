@@ -3,12 +3,17 @@
 The trainer asks `in_warmup` before a step (are gradients averaged over the replicas?) and calls `advance()`
 once after it. A step whose update was skipped for a non-finite gradient counts too: its replica must meet the
 others at the same iteration. Micro-batches and parameter groups do not count.
+
+A trigger by wall clock needs one more thing: all ranks of a replica must come to the same decision. One of them asks
+`wants_sync()`, the answer travels with the reduction of the gradient's norm, and all pass it to `advance`.
 """
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 
 class WarmupError(ValueError):
@@ -22,53 +27,39 @@ class StepDecision:
     step         its number, from 1
     synchronous  it belonged to the warm-up: its gradients were averaged over all replicas
     set_anchor   it ended the warm-up: anchor := parameters, now
-    sync_due     a sync is due, to be completed before or during the next forward pass
+    due          fragments of the model whose sync is due; of a method without fragments (0,) or ()
     syncs        syncs that were due so far, this one included
     """
 
     step: int
     synchronous: bool
     set_anchor: bool
-    sync_due: bool
+    due: tuple[int, ...]
     syncs: int
 
+    @property
+    def sync_due(self) -> bool:
+        """Whether any fragment is due."""
+        return bool(self.due)
 
-class Trigger(Protocol):
-    """What the engine and the trainer use of a trigger, be it by steps or by wall clock.
+
+class Trigger(ABC):
+    """Warm-up over steps 1..warmup_steps, and what the triggers have in common.
 
     One that is not `in_warmup` before its first step (no warm-up, or one that ended with the loaded state)
     never reports `set_anchor`: who builds it then takes the parameters as anchor, unless one was loaded.
-    """
 
-    @property
-    def in_warmup(self) -> bool: ...
-
-    def advance(self) -> StepDecision: ...
-
-    def state_dict(self) -> dict[str, int | None]: ...
-
-    def load_state_dict(self, state: dict[str, int | None]) -> None: ...
-
-
-class StepTrigger:
-    """A sync every `interval` steps of the replica.
-
-    Warm-up covers steps 1..warmup_steps; syncs follow steps warmup_steps + k interval, k = 1, 2, ...: the
-    interval is counted from the end of the warm-up (ours: the sources say "every tau steps" only).
-
-    interval      tau, optimizer steps, at least 1
     warmup_steps  optimizer steps, at least 0; None: the warm-up never ends, as in method `baseline`
-    Raises ValueError for numbers out of range.
+    Raises ValueError for a number out of range.
     """
 
-    def __init__(self, interval: int, warmup_steps: int | None = 0) -> None:
-        if interval < 1:
-            raise ValueError(f"sync interval must be at least 1 step, got {interval}; try 128")
+    def __init__(self, warmup_steps: int | None = 0) -> None:
         if warmup_steps is not None and warmup_steps < 0:
             raise ValueError(f"warm-up must be at least 0 steps, got {warmup_steps}; try 0")
-        self.interval, self.warmup_steps = interval, warmup_steps
+        self.warmup_steps = warmup_steps
         self.steps = 0
         self.syncs = 0
+        self.last_sync_step = 0  # step after which the last sync was due, or the warm-up ended
         # The last step of the warm-up; None as long as it lasts.
         self.warmup_end: int | None = 0 if warmup_steps == 0 else None
 
@@ -77,20 +68,45 @@ class StepTrigger:
         """Whether the next step is synchronous data parallelism."""
         return self.warmup_end is None
 
-    def advance(self) -> StepDecision:
-        """Counts one step and says what follows from it."""
+    @property
+    def steps_since_sync(self) -> int:
+        """Steps since the last sync of any fragment, or since the warm-up ended."""
+        return self.steps - self.last_sync_step
+
+    def advance(self, asked: bool = False) -> StepDecision:
+        """Counts one step and says what follows from it. `asked`: what the replica agreed on, see `wants_sync`."""
         self.steps += 1
         if self.warmup_end is None:
             ends = self.steps == self.warmup_steps
-            self.warmup_end = self.steps if ends else None
-            return StepDecision(self.steps, True, set_anchor=ends, sync_due=False, syncs=self.syncs)
-        due = (self.steps - self.warmup_end) % self.interval == 0
-        self.syncs += due
-        return StepDecision(self.steps, False, set_anchor=False, sync_due=due, syncs=self.syncs)
+            if ends:
+                self.warmup_end = self.last_sync_step = self.steps
+                self.restart_clock()
+            return StepDecision(self.steps, True, set_anchor=ends, due=(), syncs=self.syncs)
+        due = self.due_after(self.steps, asked)
+        if due:
+            self.syncs += 1
+            self.last_sync_step = self.steps
+        return StepDecision(self.steps, False, set_anchor=False, due=due, syncs=self.syncs)
+
+    @abstractmethod
+    def due_after(self, step: int, asked: bool = False) -> tuple[int, ...]:
+        """Fragments that are due after `step`, counted over the whole run; the warm-up is over."""
+
+    def wants_sync(self) -> bool:
+        """Whether this rank would synchronise after the step in progress; always False for a trigger by steps."""
+        return False
+
+    def restart_clock(self) -> None:
+        """A sync has just been decided by all replicas."""
 
     def state_dict(self) -> dict[str, int | None]:
         """Counts in steps and syncs; no settings."""
-        return {"steps": self.steps, "syncs": self.syncs, "warmup_end": self.warmup_end}
+        return {
+            "steps": self.steps,
+            "syncs": self.syncs,
+            "warmup_end": self.warmup_end,
+            "last_sync_step": self.last_sync_step,
+        }
 
     def load_state_dict(self, state: dict[str, int | None]) -> None:
         """Goes on from a saved state. The interval may have changed; it is counted from the same origin.
@@ -110,3 +126,70 @@ class StepTrigger:
                 f"differ; a warm-up {wanted} cannot take it up; {warmup_end} steps would work"
             )
         self.steps, self.syncs, self.warmup_end = steps, syncs, warmup_end
+        self.last_sync_step = state.get("last_sync_step") or warmup_end or 0
+        self.restart_clock()
+
+
+class StepTrigger(Trigger):
+    """A sync every `interval` steps of the replica; fragment f of F at an offset of its own inside the interval.
+
+    The interval is counted from the end of the warm-up (ours: the sources say "every tau steps" only). With local
+    steps s = 1, 2, ..., fragment f is due where s mod interval = floor(f interval / F): fragment 0 after interval,
+    2 interval, ..., the others spread evenly before it (Streaming DiLoCo, arXiv 2501.18512; the offsets are ours). With
+    more fragments than steps several share a step.
+
+    interval       tau, optimizer steps, at least 1
+    num_fragments  F, at least 1
+    Raises ValueError for numbers out of range.
+    """
+
+    def __init__(self, interval: int, warmup_steps: int | None = 0, num_fragments: int = 1) -> None:
+        if interval < 1:
+            raise ValueError(f"sync interval must be at least 1 step, got {interval}; try 128")
+        if num_fragments < 1:
+            raise ValueError(f"the number of fragments must be at least 1, got {num_fragments}; try 1")
+        super().__init__(warmup_steps)
+        self.interval, self.num_fragments = interval, num_fragments
+
+    def due_after(self, step: int, asked: bool = False) -> tuple[int, ...]:
+        """See Trigger."""
+        assert self.warmup_end is not None
+        at = (step - self.warmup_end) % self.interval
+        return tuple(f for f in range(self.num_fragments) if f * self.interval // self.num_fragments == at)
+
+
+class TimeTrigger(Trigger):
+    """A sync after the first step whose gradients are ready `seconds` or more after the last sync (A-EDiT, T).
+
+    The clock is monotonic, is read by one rank of each replica, and is never compared with another. Time is added up
+    from one reading to the next: a clock that is set back (a fault) costs the time of one step, not a hang.
+
+    seconds  T, above 0
+    clock    seconds, `time.monotonic`
+    Raises ValueError for numbers out of range.
+    """
+
+    def __init__(
+        self, seconds: float, warmup_steps: int | None = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if not seconds > 0:
+            raise ValueError(f"the time between two syncs must be above 0 seconds, got {seconds}; try 600")
+        super().__init__(warmup_steps)
+        self.seconds = seconds
+        self._clock = clock
+        self._elapsed, self._read_at = 0.0, clock()
+
+    def due_after(self, step: int, asked: bool = False) -> tuple[int, ...]:
+        """See Trigger."""
+        return (0,) if asked else ()
+
+    def wants_sync(self) -> bool:
+        """See Trigger."""
+        now = self._clock()
+        self._elapsed += max(0.0, now - self._read_at)
+        self._read_at = now
+        return not self.in_warmup and self._elapsed >= self.seconds
+
+    def restart_clock(self) -> None:
+        """See Trigger."""
+        self._elapsed, self._read_at = 0.0, self._clock()

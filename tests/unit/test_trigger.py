@@ -38,7 +38,7 @@ def test_interval_1_is_a_sync_after_every_local_step() -> None:
 def test_without_warmup_the_first_step_is_local_and_no_step_sets_the_anchor() -> None:
     trigger = StepTrigger(2)
     assert not trigger.in_warmup
-    assert trigger.advance() == StepDecision(1, synchronous=False, set_anchor=False, sync_due=False, syncs=0)
+    assert trigger.advance() == StepDecision(1, synchronous=False, set_anchor=False, due=(), syncs=0)
 
 
 def test_a_warmup_without_end_is_the_baseline() -> None:
