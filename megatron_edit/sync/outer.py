@@ -61,7 +61,7 @@ def nesterov_step_(
     """One step of Nesterov momentum on the pseudo gradient g = -beta Dbar (arXiv 2412.07210):
     m <- mu m + g ; theta <- theta - eta (g + mu m).
 
-    Equal to torch.optim.SGD(nesterov=True, dampening=0), and with mu = 0 to plain SGD. Tensors: see the top of the file.
+    Equal to torch.optim.SGD(nesterov=True, dampening=0), and with mu = 0 to plain SGD. Tensors: see above.
     """
     pseudo_gradient = _pseudo_gradient_(anchor, outer_momentum, averaged_delta, beta)
     outer_momentum.mul_(outer_momentum_coefficient).add_(pseudo_gradient)
@@ -100,7 +100,7 @@ def slowmo(
 def co2(
     anchor: Tensor, outer_momentum: Tensor, averaged_delta: Tensor, beta: Tensor | float, settings: OuterSettings
 ) -> None:
-    """CO2 (arXiv 2401.16265): m <- mu m + D/Lambda ; m <- clamp(m, -c, c) ; theta <- theta - eta m, with D = -beta Dbar.
+    """CO2 (arXiv 2401.16265), D = -beta Dbar: m <- mu m + D/Lambda ; m <- clamp(m, -c, c) ; theta <- theta - eta m.
 
     The clamped momentum is the one that is kept and applied (ours: in the released code the clip's result is
     dropped). That D is one round old is the engine's doing.

@@ -18,10 +18,7 @@ SIZE = 257
 
 def deltas_and_betas(steps: int) -> list[tuple[Tensor, float]]:
     generator = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(SIZE, generator=generator), torch.rand((), generator=generator).item())
-        for _ in range(steps)
-    ]
+    return [(torch.randn(SIZE, generator=generator), torch.rand((), generator=generator).item()) for _ in range(steps)]
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.5, 0.8, 0.99])
@@ -34,9 +31,7 @@ def test_equals_torch_sgd_on_the_pseudo_gradient(mu: float, beta_as_tensor: bool
     for delta, beta in deltas_and_betas(5):
         parameter.grad = -beta * delta
         sgd.step()
-        nesterov_step_(
-            anchor, momentum, delta.clone(), torch.tensor(beta) if beta_as_tensor else beta, 0.7, mu
-        )
+        nesterov_step_(anchor, momentum, delta.clone(), torch.tensor(beta) if beta_as_tensor else beta, 0.7, mu)
         torch.testing.assert_close(anchor, parameter.detach(), rtol=1e-6, atol=1e-7)
     if mu:
         torch.testing.assert_close(momentum, sgd.state[parameter]["momentum_buffer"], rtol=1e-6, atol=1e-7)
@@ -128,7 +123,7 @@ def test_nesterov_of_the_table_is_the_step_above() -> None:
 
 @pytest.mark.parametrize("beta_as_tensor", [False, True])
 def test_slowmo_follows_its_paper(beta_as_tensor: bool) -> None:
-    """Written with the mean of the replicas and a rate that falls: u = mu u + (theta - mean)/gamma, theta -= a gamma u."""
+    """With the mean of the replicas, and a rate that falls: u = mu u + (theta - mean)/gamma, theta -= a gamma u."""
     anchor, momentum = torch.randn(SIZE, generator=torch.Generator().manual_seed(1)), torch.zeros(SIZE)
     theta, u = anchor.double(), torch.zeros(SIZE, dtype=torch.float64)
     for gamma, (delta, beta) in zip((0.3, 0.2, 0.01), deltas_and_betas(3), strict=True):
