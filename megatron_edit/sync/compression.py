@@ -93,7 +93,7 @@ class BlockCodec(Codec):
     bits    8, or 4: elements i and i + ceil(n/2) share a byte (low, high), as integer + 8
     """
 
-    name: str  # type: ignore[misc]
+    name: str
     block: int
     levels: int
     bits: int
