@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 import tests.reference.plain_methods as plain_methods
+import tests.reference.plain_reducers as plain_reducers
 from tests.reference.plain_edit import EMBEDDING, Parameters, Spoil, run_edit
 from tests.reference.plain_methods import (
     AllNonFiniteError,
     MethodResult,
     MethodSettings,
-    compressed_sum,
-    quantised,
     run_method,
-    sparse,
 )
+from tests.reference.plain_reducers import compressed_sum, quantised, sparse
 from tests.unit.test_plain_edit import SHAPE, put_nan, random_batches, random_parameters, stretch
 
 NO_PENALTY: dict[str, Any] = {"pseudo_grad_clip": 0.0, "anomaly_threshold": 0.0, "weighting": "mean"}
@@ -51,11 +50,13 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-6) -> None:
 
 
 def test_imports_only_torch_the_standard_library_and_the_reference_of_edit() -> None:
-    tree = ast.parse(Path(plain_methods.__file__).read_text())
-    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    own = {name for name in modules if name.split(".")[0] not in {"torch"} | set(sys.stdlib_module_names)}
-    assert own == {"tests.reference.plain_edit"}
+    own = set()
+    for file in (plain_methods, plain_reducers):
+        tree = ast.parse(Path(file.__file__).read_text())
+        modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        own |= {name for name in modules if name.split(".")[0] not in {"torch"} | set(sys.stdlib_module_names)}
+    assert own == {"tests.reference.plain_edit", "tests.reference.plain_reducers"}
 
 
 @pytest.mark.parametrize(
