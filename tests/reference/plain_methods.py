@@ -1,12 +1,13 @@
 """Every method of the package written out in plain PyTorch, on the model and the detectors of `plain_edit`.
 
-An independent reference for the tests. It imports torch, the standard library, `plain_edit` and `plain_reducers` only and
-shares no code with the package; it favours being checkable by eye over speed. R unsharded replicas in one process, one module of the
-model after the other, each module one flat vector in the sync.
+An independent reference for the tests. It imports torch, the standard library, `plain_edit` and `plain_reducers` only
+and shares no code with the package; it favours being checkable by eye over speed. R unsharded replicas in one process,
+one module of the model after the other, each module one flat vector in the sync.
 
 What all methods share: a replica that is non-finite in a module, or made no step since the module's last sync, is
 left out of that module's average, and takes the result like the others. With a non-finite one its inner moments of the
-module are zeroed. Where all are left out, the anchor stays as it is and all go on from it.
+module are zeroed. Where all are left out, the anchor stays as it is and all go on from it. A step whose gradient is
+not finite is none.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class MethodSettings(RunSettings):
     last_interval_is_open     a-edit: the last of these does not end in a sync
     flat_order                names of all parameters; a module's vector is made of its own, in this order. It matters
                               to what looks at positions: compression and sparsification. None: as in the model
+    padding                   (name, zeros that follow it in the vector); it matters to the same
     """
 
     method: str = "edit"
@@ -75,6 +77,7 @@ class MethodSettings(RunSettings):
     comm_dtype: str = "fp32"  # fp32, bf16, int8, int4
     average_moments_every: int = 0  # syncs of a module; 0: inner moments are never averaged
     flat_order: tuple[str, ...] | None = None
+    padding: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass
@@ -89,6 +92,7 @@ class MethodSyncRecord(SyncRecord):
 @dataclass
 class MethodResult(RunResult):
     outer_momentum: Parameters  # at the end; after the last sync record's where something was applied later
+    in_flight: list[int]  # indices of the syncs that were launched and not yet applied
 
 
 @dataclass
@@ -105,6 +109,14 @@ class Launch:
     iteration: int
 
 
+class CarefulReplica(Replica):
+    """Leaves everything alone when the gradient is not finite."""
+
+    def step(self, gradient: Parameters, clip: float, learning_rate: float) -> float:
+        norm = math.sqrt(sum(float(g.double().pow(2).sum()) for g in gradient.values()))
+        return super().step(gradient, clip, learning_rate) if math.isfinite(norm) else norm
+
+
 class AllNonFiniteError(Exception):
     """Without an anchor there is nothing to go back to."""
 
@@ -115,8 +127,9 @@ class MethodRun:
     def __init__(self, shape: LlamaShape, initial: Parameters, num_replicas: int, settings: MethodSettings) -> None:
         self.settings, self.has_anchor = settings, OUTER_STEP[settings.method] != "none"
         assert not (settings.average_moments_every and (settings.delay or "co2" in settings.method)), "not together"
-        self.replicas = [Replica(shape, initial, settings) for _ in range(num_replicas)]
+        self.replicas = [CarefulReplica(shape, initial, settings) for _ in range(num_replicas)]
         self.modules = modules_of(shape, settings)
+        self.padding = dict(settings.padding)
         self.anchor: Parameters | None = None
         self.momentum = {name: torch.zeros_like(tensor) for name, tensor in initial.items()}
         self.detectors = {module: ModuleDetectors(num_replicas, settings) for module in self.modules}
@@ -141,8 +154,9 @@ class MethodRun:
         """One step of every replica."""
         record = iterate(self.replicas, batches, learning_rate, self.settings, synchronous)
         self.iterations.append(record)
-        for i, updated in enumerate(record.updated):
-            self._count(i, updated)
+        for i in range(len(self.replicas)):
+            record.updated[i] &= math.isfinite(record.grad_norms[i])
+            self._count(i, record.updated[i])
         self.learning_rate = learning_rate
 
     def step_alone(self, i: int, batch: Batch, learning_rate: float) -> None:
@@ -152,8 +166,9 @@ class MethodRun:
             nothing = len(self.replicas)
             self.iterations.append(IterationRecord([math.nan] * nothing, [math.nan] * nothing, [False] * nothing))
         row = self.iterations[self.made[i]]
-        row.losses[i], row.grad_norms[i], row.updated[i] = alone.losses[0], alone.grad_norms[0], alone.updated[0]
-        self._count(i, alone.updated[0])
+        updated = alone.updated[0] and math.isfinite(alone.grad_norms[0])
+        row.losses[i], row.grad_norms[i], row.updated[i] = alone.losses[0], alone.grad_norms[0], updated
+        self._count(i, updated)
         self.learning_rate = learning_rate
 
     def _count(self, i: int, updated: bool) -> None:
@@ -348,12 +363,18 @@ class MethodRun:
 
     def vector(self, parameters: Parameters, names: list[str]) -> Tensor:
         """[n], a copy."""
-        return torch.cat([parameters[name].detach().flatten() for name in names])
+        pieces = []
+        for name in names:
+            value = parameters[name].detach().flatten()
+            pieces += [value, value.new_zeros(self.padding.get(name, 0))]
+        return torch.cat(pieces)
 
     def write(self, parameters: Parameters, names: list[str], value: Tensor) -> None:
-        pieces = value.split([parameters[name].numel() for name in names])
-        for name, piece in zip(names, pieces, strict=True):
-            parameters[name].detach().copy_(piece.view_as(parameters[name]))
+        start = 0
+        for name in names:
+            target = parameters[name].detach()
+            target.copy_(value[start : start + target.numel()].view_as(target))
+            start += target.numel() + self.padding.get(name, 0)
 
     def new_record(self, due: list[str]) -> MethodSyncRecord:
         """Filled in by `launch`; the local parameters are those of now."""
@@ -387,6 +408,9 @@ class MethodRun:
             None if self.anchor is None else detached(self.anchor),
             [moments(replica) for replica in self.replicas],
             detached(self.momentum),
+            sorted(
+                {k for k, sync in enumerate(self.syncs) for launch in self.in_flight.values() if launch.record is sync}
+            ),
         )
 
 
@@ -421,7 +445,7 @@ def run_method(
 ) -> MethodResult:
     """Trains R replicas as `plain_edit.run_edit` does; batches [iteration][replica], iterations from 1.
 
-    a-edit: replica i takes its n-th step with batches[n - 1][i] and the n-th learning rate, as often as its settings say.
+    a-edit: replica i takes its n-th step with batches[n - 1][i] and the n-th learning rate.
     `flushed`: with `flush` at the end.
     """
     run = MethodRun(shape, initial, len(batches[0]), settings)

@@ -60,7 +60,7 @@ def test_imports_only_torch_the_standard_library_and_the_reference_of_edit() -> 
 
 
 @pytest.mark.parametrize(
-    "spoil", [None, put_nan({1}, 2, FC1), put_nan({0, 1, 2}, 4, FC1), stretch({2}, 8, [FC1], 20.0)]
+    "spoil", [None, put_nan({1}, 3, FC1), put_nan({0, 1, 2}, 5, FC1), stretch({2}, 9, [FC1], 20.0)]
 )
 def test_edit_is_the_reference_of_edit(spoil: Spoil | None) -> None:
     settings = MethodSettings(sync_interval=2, warmup_steps=1, pseudo_grad_clip=0.2, anomaly_warmup_syncs=3)
@@ -203,12 +203,17 @@ class TestStreaming:
             close(flat(parameters), theta)
 
     def test_whoever_was_left_out_drops_its_progress_since_the_launch(self) -> None:
-        spoil = put_nan({1}, 2, EMBEDDING)
+        spoil = put_nan({1}, 2, FC1)
         result = run(3, 3, sync_interval=2, delay=1, spoil=spoil, **STREAMING)
         assert result.anchor is not None
-        assert torch.equal(result.parameters[1][EMBEDDING], result.anchor[EMBEDDING])
-        assert not torch.equal(result.parameters[0][EMBEDDING], result.anchor[EMBEDDING])
-        assert not result.moments[1][EMBEDDING][0].any()
+        assert torch.equal(result.parameters[1][FC1], result.anchor[FC1])
+        assert not torch.equal(result.parameters[0][FC1], result.anchor[FC1])
+        assert not result.moments[1][FC1][0].any() and result.iterations[2].updated == [True, False, True]
+
+    def test_what_is_in_flight_at_the_end_is_told(self) -> None:
+        assert run(2, 5, sync_interval=2, delay=2, **STREAMING).in_flight == [1]
+        assert run(2, 4, method="co2", **NO_PENALTY).in_flight == [1]
+        assert run(2, 6, sync_interval=2, delay=2, flushed=True, **STREAMING).in_flight == []
 
 
 class TestAEdit:
@@ -266,6 +271,13 @@ class TestExtras:
         result = run(3, 2, sparsity=0.75, **plain)
         moved = (flat(result.parameters[0]) != start).double().mean()
         assert 0.25 < moved < 0.75
+
+    def test_order_and_padding_matter_to_what_looks_at_positions_only(self) -> None:
+        order = tuple(reversed(list(SHAPE.parameter_shapes())))
+        settings = {"flat_order": order, "padding": ((EMBEDDING, 96), ("output_layer.weight", 96))}
+        close(flat(run(2, 4, **settings).parameters[0]), flat(run(2, 4).parameters[0]), atol=1e-7)
+        found, other = run(2, 4, comm_dtype="int4", **settings), run(2, 4, comm_dtype="int4")
+        assert (flat(found.parameters[0]) - flat(other.parameters[0])).abs().max() > 1e-5
 
     def test_sparse(self) -> None:
         assert sparse(torch.tensor([1.0, -2.0, 2.0, 0.5, -2.0]), 0.6).tolist() == [0.0, -2.0, 2.0, 0.0, 0.0]
