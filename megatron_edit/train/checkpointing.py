@@ -162,8 +162,7 @@ class RunCheckpoints:
     @property
     def _at_sync(self) -> bool:
         """Whether all replicas hold the same weights, once a due sync is completed."""
-        trigger = self._engine.trigger
-        return trigger.warmup_end is None or (trigger.steps - trigger.warmup_end) % trigger.interval == 0
+        return self._engine.replicas_agree
 
     # ---- loading ---------------------------------------------------------------------------------------------------
 

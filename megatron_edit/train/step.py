@@ -50,7 +50,7 @@ class TrainStep:
             updated, grad_norm = False, None  # Adam would decay the weights and move on its momentum
         else:
             updated, grad_norm = self._update()
-        replica.engine.after_step(updated)
+        replica.engine.after_step(updated, learning_rate=learning_rate)
         loss_sum, tokens = sum_losses(losses, replica.mesh.platform.device)
         return StepOutcome(loss_sum, tokens, grad_norm, updated)
 

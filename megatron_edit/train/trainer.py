@@ -149,8 +149,7 @@ class Trainer:
 
     def _report_sync(self) -> None:
         """A sync is complete after the same iteration on every rank, so all of them report it here together."""
-        result = self.engine.take_result()
-        if result is not None:
+        for result in self.engine.take_results():
             place = self.mesh.place
             if place.sync == place.dp == place.cp == place.tp == 0:  # one rank of each stage
                 self._output.warn(self.engine.take_warnings())

@@ -124,7 +124,7 @@ def test_between_two_syncs_the_sync_is_made_first(layout: dict[str, Any], tmp_pa
             torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=1e-9, msg=name)
         assert unequal(one, shared(tensors_of(tmp_path / "old", at), state)) != []
     assert numbers(tmp_path / "new", at)["trigger"] == {"steps": at, "syncs": 2, "warmup_end": 0}
-    assert all(replica["steps_since_sync"] == 0 for replica in numbers(tmp_path / "new", at)["replicas"])
+    assert all(replica["updates_since_sync"] == [0] for replica in numbers(tmp_path / "new", at)["replicas"])
 
 
 def nan_in_replica_1(replica: Replica, state: TrainingState) -> None:
