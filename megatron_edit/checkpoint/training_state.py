@@ -304,6 +304,7 @@ class TrainingState:
 
     def set_numbers(self, replica: dict[str, Any]) -> None:
         """Adam's step and loss scale of this rank from an entry of `numbers()["replicas"]`."""
+        self.engine.inner_lr = replica["inner_lr"]
         for module in self.engine.modules:
             for piece in module.slices:
                 inner = self._inner[id(piece.optimizer_parameter)]

@@ -238,9 +238,11 @@ class SyncEngine:
         if self.config.edit_sync_delay:
             self._complete_in_flight()
         if self._updates_since_sync_anywhere():
+            steps = self.trigger.steps_since_sync
             self.trigger.syncs += 1
+            self.trigger.last_sync_step = self.trigger.steps
             everything = tuple(range(self.num_fragments))
-            self._meet(everything, self.trigger.steps_since_sync, at_end=True)
+            self._meet(everything, steps, at_end=True)
         self._complete_in_flight()
         self.drain()
 
