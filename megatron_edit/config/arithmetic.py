@@ -24,7 +24,7 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 def planned_syncs(config: Config) -> int:
     """Syncs up to the last iteration: after the synchronous warm-up, one every --edit-sync-interval."""
-    if config.edit.edit_method == "baseline" or config.training.train_iters is None:
+    if config.edit.edit_method in ("baseline", "a-edit") or config.training.train_iters is None:
         return 0
     return max(0, config.training.train_iters - config.edit.edit_warmup_steps) // config.edit.edit_sync_interval
 
@@ -62,6 +62,11 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> 
     ]
     if config.edit.edit_method == "baseline":
         lines.append("sync: baseline, gradients are averaged over all replicas in every step")
+    elif config.edit.edit_method == "a-edit":
+        lines.append(
+            f"sync: a-edit, {config.edit.edit_warmup_steps} synchronous iterations, then a sync whenever "
+            f"{config.edit.edit_sync_time:g} seconds have passed; iterations are samples / global batch"
+        )
     else:
         lines.append(
             f"sync: {config.edit.edit_method}, {min(config.edit.edit_warmup_steps, iters)} synchronous "

@@ -27,7 +27,10 @@ def check_length(config: Config) -> Iterator[str]:
     """Exactly one of iterations and samples."""
     training = config.training
     iters_given, samples_given = is_given(config, "train_iters"), is_given(config, "train_samples")
-    if iters_given and samples_given:
+    if config.edit.edit_method == "a-edit":
+        if not samples_given and not iters_given:
+            yield "--edit-method a-edit needs --train-samples, for example --train-samples 10000"
+    elif iters_given and samples_given:
         yield (
             f"--train-iters {training.train_iters} and --train-samples {training.train_samples} are both "
             "given: give one"
