@@ -25,8 +25,8 @@ from tests.reference.plain_methods import MethodResult, MethodSettings, MethodSy
 # next to weights of 1 (the norms' own) a step of 1e-3 has a relative error of 3e-5.
 TOLERANCES = defaultdict(lambda: 1e-5, {"norms": 5e-5, "weights of the replicas": 5e-5, "clip coefficients": 5e-5})
 # Rounding to few levels, voting on signs and keeping the largest are not continuous: an error of 1e-8 turns a few
-# elements over, each by a step of its block or to 0 and back. So one in a hundred may be off, and what is made of all of
-# them is off a little. Without error feedback, or with blocks cut otherwise, weights are off 2 to 10 times as much.
+# elements over, each by a step of its block or to 0 and back. So one in a hundred may be off, and what is made of all
+# of them is off a little. Without error feedback, or with blocks cut otherwise, weights are off 2 to 10 times as much.
 TURNED_OVER = 0.01
 DISCONTINUOUS = defaultdict(lambda: 1e-3, {"moments": 1e-2})
 WEIGHTS = ("weights before a sync", "parameters", "anchor", "outer momentum")

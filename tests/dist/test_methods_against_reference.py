@@ -1,11 +1,16 @@
-"""Every method equals its plain PyTorch reference over 12 steps on several layouts, and the methods' identities hold."""
+"""Every method equals its plain PyTorch reference over 12 steps on several layouts, and the methods' identities."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_edit.sync.methods import METHODS as TABLE
+from megatron_edit.sync.outer import OUTER_STEPS
 from tests.dist.against_reference import differences
 from tests.dist.engine_runs import RankRecord, Run, masked_batch, run_engine
 from tests.dist.test_against_reference import LAYOUTS
@@ -221,3 +226,23 @@ def test_compressed_syncs_leave_the_replicas_bit_equal_on_every_layout(dtype: st
     found, expected = (leaders(each)[0].snapshots["parameters"] for each in (records, exact))
     moved = largest_difference(expected, leaders(exact)[0].snapshots["initial"])
     assert 0 < largest_difference(found, expected) < 0.5 * moved
+
+
+def test_the_worked_example_of_the_docs_runs_on_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/methods.md, "Adding a method": the anchor follows torch's heavy ball on the mean of the replicas."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python run\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.setitem(TABLE, "heavy-ball", None)  # type: ignore[arg-type]  # both are taken out again afterwards
+    monkeypatch.setitem(OUTER_STEPS, "heavy-ball", None)  # type: ignore[arg-type]
+    exec(compile(example, "docs/methods.md", "exec"), {})
+    records = leaders(run_engine(make_run(R2, edit_method="heavy-ball")))
+    names = list(records[0].snapshots["initial"])
+    theta = {name: torch.nn.Parameter(records[0].snapshots["initial"][name].clone()) for name in names}
+    outer = torch.optim.SGD(theta.values(), lr=0.7, momentum=0.9)
+    for k in range(1, 5):
+        for name in names:
+            local = [record.snapshots[f"before sync {k}"][name] for record in records]
+            theta[name].grad = theta[name].detach() - torch.stack(local).mean(0)
+        outer.step()
+    for record in records:
+        assert largest_difference(record.snapshots["anchor"], {n: p.detach() for n, p in theta.items()}) < 1e-6
