@@ -24,6 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_edit.config.schema import EditConfig
 from megatron_edit.parallel.mesh import Mesh
+from megatron_edit.sync.buffers import BufferPool, most_at_once
 from megatron_edit.sync.compression import codec_of
 from megatron_edit.sync.decide import Decider
 from megatron_edit.sync.event import Meeting, Pending, SyncDecision, SyncEvent, SyncResult
@@ -93,6 +94,7 @@ class SyncEngine:
             consensus=config.edit_consensus,
         )
         self.outer_state = self._build_outer_state()
+        self.buffers = BufferPool(mesh.platform.device)
         self.decider = Decider(config, self.method, mesh.num_replicas, len(self.modules))
         self.errors: list[torch.Tensor] = []  # [numel] fp32 of each module: what compression has not sent yet
         self.last_decision: SyncDecision | None = None
@@ -106,7 +108,6 @@ class SyncEngine:
         self._seed = seed
         self._order: list[int] = []  # indices of the modules of the syncs in the forward pass, in forward order
         self._launched = 0  # so many of them are
-        self._free_buffers: dict[int, list[torch.Tensor]] = {}
         self._begun: tuple[SyncEvent | None, Meeting, list[ModuleShard]] | None = None
         self.inner_lr = 0.0  # of the last step
         self._finished: list[SyncEvent] = []  # complete; their times are read when the device has done the step
@@ -344,6 +345,8 @@ class SyncEngine:
         self.events.append(event)
         for index, entry in pending.items():
             self.pending[index] = entry
+            if not entry.rolled_back:
+                event.bytes_sent += self.transport.message_bytes(self.modules[index].numel)
 
     # ---- called by the bucket groups, as the forward pass reaches their modules ----------------------------------
 
@@ -377,7 +380,7 @@ class SyncEngine:
         if self._begun is None:
             self.drain()  # only ever something to do when no forward pass came between
             self._launched = 0
-            keep = len(modules) if delayed or in_rounds else config.edit_prefetch_depth + 1 if in_forward else 0
+            keep = len(modules) if delayed else config.edit_prefetch_depth + 1 if in_forward else 0
             event, meeting = self._decide(modules, self.trigger.syncs, step, steps=steps, keep=keep, at_end=at_end)
         else:
             event, meeting, leading = self._begun
@@ -437,7 +440,7 @@ class SyncEngine:
         enough = at_end or int(gathered[:, -2].sum()) >= self.config.edit_min_total_steps
         meeting = Meeting(index, tuple(int(count) for count in gathered[:, -1]), averaged=enough)
         if not enough:
-            self._free(*buffers)
+            self.buffers.give_back(*buffers)
             return None, meeting
         decision = self.decider.decide(index, iteration, [module.index for module in modules], norms, updates)
         if event is None:
@@ -474,7 +477,7 @@ class SyncEngine:
             if position < keep:
                 buffers.append(buffer)
             else:
-                self._free(buffer)
+                self.buffers.give_back(buffer)
             self.outer_state.release(module)
         if not squares:
             return torch.zeros(0, dtype=torch.float64), []
@@ -485,7 +488,7 @@ class SyncEngine:
 
     def _pseudo_gradient(self, module: ModuleShard) -> torch.Tensor:
         """Delta of this replica, [numel] fp32; of a method without an anchor the parameters themselves."""
-        buffer = self._take_buffer(module.numel)
+        buffer = self.buffers.take(module.numel)
         if self.method.has_anchor:
             module.write_pseudo_gradient(self.outer_state.anchor(module), buffer)
         else:
@@ -529,7 +532,7 @@ class SyncEngine:
         assert pending is not None
         if pending.rolled_back:
             if pending.buffer is not None:
-                self._free(pending.buffer)
+                self.buffers.give_back(pending.buffer)
                 pending.buffer = None
             return
         platform, config, event = self.mesh.platform, self.config, pending.event
@@ -552,7 +555,7 @@ class SyncEngine:
                 pending.handles.append(self.transport.all_reduce(pending.moments))
                 event.bytes_sent += pending.moments.nbytes
             if event.apply_after is not None and pending.kept:
-                pending.at_launch = self._take_buffer(module.numel)
+                pending.at_launch = self.buffers.take(module.numel)
                 module.copy_masters_to(pending.at_launch)
             self.outer_state.prefetch(module, momentum=True)
         self._observe("launch", module)
@@ -580,7 +583,7 @@ class SyncEngine:
             if pending.moments is not None:
                 self._write_moments(module, pending.moments)
             state.release(module)
-            self._free(*(b for b in (pending.buffer, pending.at_launch, pending.moments) if b is not None))
+            self.buffers.give_back(*(b for b in (pending.buffer, pending.at_launch, pending.moments) if b is not None))
             updated = platform.record_event()
         platform.wait_event(updated)
         event.updated_at = platform.record_event()
@@ -642,27 +645,34 @@ class SyncEngine:
         """Syncs in the forward pass none of whose modules lies here end with that forward pass all the same."""
         self._finish([event for event in self.events if event.in_forward and not event.modules_left])
 
-    def _take_buffer(self, numel: int) -> torch.Tensor:
-        free = self._free_buffers.get(numel)
-        return free.pop() if free else torch.empty(numel, dtype=torch.float32, device=self.mesh.platform.device)
-
-    def _free(self, *buffers: torch.Tensor) -> None:
-        for buffer in buffers:
-            self._free_buffers.setdefault(buffer.numel(), []).append(buffer)
-
     def _leave_warmup(self) -> None:
         """anchor := parameters, those of replica 0 everywhere: bit-equal even where kernels round differently."""
         self._reducer.enabled = False
         self.updates_at_sync = [self.updates] * self.num_fragments
         self.ensure_anchor()
         for module in self.modules:
-            flat = self._take_buffer(module.numel)
+            flat = self.buffers.take(module.numel)
             module.copy_masters_to(flat)
             self.transport.broadcast(flat)
             module.write_masters(flat)
             if self.method.has_anchor:
                 self.outer_state.set_anchor(module, flat)
-            self._free(flat)
+            self.buffers.give_back(flat)
+        self._allocate_buffers()
+
+    def _allocate_buffers(self) -> None:
+        """All that a sync takes, now: so the memory is known from the start, and no step allocates."""
+        config = self.config
+        sizes = [[m.numel for m in self.modules if m.fragment == f] for f in range(self.num_fragments)]
+        for sizes_at_once in most_at_once(
+            sizes,
+            config.edit_sync_placement or self.method.placement,
+            ahead=config.edit_prefetch_depth,
+            delay=config.edit_sync_delay,
+            interval=config.edit_sync_interval,
+            with_moments=config.edit_inner_moments == "average",
+        ):
+            self.buffers.hold_at_once(sizes_at_once)
 
     def _refuse_without_anchor(self, decision: SyncDecision) -> None:
         if self.method.has_anchor:
@@ -691,7 +701,7 @@ class SyncEngine:
 
     def _moments_to_average(self, module: ModuleShard, pending: Pending) -> torch.Tensor:
         """[2 numel] fp32: this replica's share of the mean of Adam's moments over the replicas in the average."""
-        flat = self._take_buffer(2 * module.numel)
+        flat = self.buffers.take(2 * module.numel)
         kept = ~pending.event.decision.verdict.left_out[:, module.index]  # [R]
         if pending.kept:
             torch.cat([moment for moments in self._moments(module) for moment in moments], out=flat)
