@@ -13,10 +13,8 @@ Formulas: arXiv 2412.07210 and docs/methods.md; where this project decided, the 
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,34 +26,22 @@ from megatron_edit.sync.buffers import BufferPool, most_at_once
 from megatron_edit.sync.compression import codec_of
 from megatron_edit.sync.decide import Decider
 from megatron_edit.sync.event import Meeting, Pending, SyncDecision, SyncEvent, SyncResult
-from megatron_edit.sync.methods import Method, get_method
+from megatron_edit.sync.inner_moments import InnerMoments
+from megatron_edit.sync.methods import get_method
 from megatron_edit.sync.modules import GradientReducer, ModuleShard, ReplicaDataParallel, collect_modules
 from megatron_edit.sync.notices import SyncWarnings
 from megatron_edit.sync.outer import OUTER_STEPS, OuterSettings
-from megatron_edit.sync.outer_state import HostOuterState, OuterState, ShardedOuterState
+from megatron_edit.sync.outer_state import build_outer_state
 from megatron_edit.sync.penalty import clip_coefficient
-from megatron_edit.sync.reducers import sparsify_
+from megatron_edit.sync.reducers import generator_of, sparsify_
 from megatron_edit.sync.transport import SyncTransport
-from megatron_edit.sync.trigger import StepTrigger, TimeTrigger, Trigger
+from megatron_edit.sync.trigger import StepTrigger, build_trigger
 
 Observer = Callable[[str, ModuleShard], None]
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class NonFiniteSyncError(RuntimeError):
     """Every replica is non-finite in a module, and the method keeps no anchor to go back to."""
-
-
-def build_trigger(config: EditConfig, method: Method, num_modules: int) -> Trigger:
-    """The trigger of `method`; a method without local steps never leaves its warm-up."""
-    warmup_steps = config.edit_warmup_steps if method.is_local else None
-    if method.trigger == "time":
-        assert config.edit_sync_time is not None, "the config is not resolved"
-        return TimeTrigger(config.edit_sync_time, warmup_steps)
-    interval, fragments = max(config.edit_sync_interval, 1), 1
-    if method.trigger == "staggered":
-        fragments = config.edit_num_fragments or min(num_modules, interval)
-    return StepTrigger(interval, warmup_steps, fragments)
 
 
 class SyncEngine:
@@ -93,7 +79,13 @@ class SyncEngine:
             codec=None if config.edit_comm_dtype == "fp32" else codec_of(config.edit_comm_dtype),
             consensus=config.edit_consensus,
         )
-        self.outer_state = self._build_outer_state()
+        self.outer_state = build_outer_state(
+            self.modules,
+            mesh.platform,
+            self.transport,
+            sharded=self.method.shards_over_sync,
+            on_host=config.edit_cpu_offload,
+        )
         self.buffers = BufferPool(mesh.platform.device)
         self.decider = Decider(config, self.method, mesh.num_replicas, len(self.modules))
         self.errors: list[torch.Tensor] = []  # [numel] fp32 of each module: what compression has not sent yet
@@ -102,7 +94,7 @@ class SyncEngine:
         self.events: list[SyncEvent] = []  # in progress, oldest first
         self.updates = 0  # steps that changed this replica's parameters
         self.updates_at_sync = [0] * self.num_fragments
-        self._optimizer = optimizer
+        self.inner_moments = InnerMoments(optimizer)
         self._reducer = reducer
         self._observer = observer
         self._seed = seed
@@ -118,12 +110,6 @@ class SyncEngine:
         self._reducer.enabled = self.trigger.in_warmup and mesh.num_replicas > 1
         if not self.trigger.in_warmup:
             self._leave_warmup()
-
-    def _build_outer_state(self) -> OuterState:
-        platform = self.mesh.platform
-        if self.method.shards_over_sync:
-            return ShardedOuterState(self.modules, platform, self.transport)
-        return (HostOuterState if self.config.edit_cpu_offload else OuterState)(self.modules, platform)
 
     # ---- called by the trainer -------------------------------------------------------------------------------
 
@@ -187,33 +173,6 @@ class SyncEngine:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
         self._finish_events_of_other_stages()
-
-    @contextmanager
-    def anchor_weights(self) -> Iterator[None]:
-        """The model computes with the anchor inside; the local parameters come back bit for bit.
-
-        In warm-up and `baseline` the current parameters are used; by a method that keeps no anchor, the plain mean of
-        the replicas' parameters.
-        """
-        self.drain()
-        for chunk in self.chunks:
-            chunk.disable_forward_pre_hook(param_sync=True)
-        differ = not self.trigger.in_warmup
-        local = [[piece.model.clone() for piece in module.slices] for module in self.modules if differ]
-        if differ:
-            for module in self.modules:
-                self._write_model(module, module.views(self.agreed_parameters(module)))
-                self.outer_state.release(module)
-            self._gather_parameters()
-        try:
-            yield
-        finally:
-            for module, pieces in zip(self.modules, local, strict=False):
-                self._write_model(module, pieces)
-            if differ:
-                self._gather_parameters()
-            for chunk in self.chunks:
-                chunk.enable_forward_pre_hook()
 
     @torch.no_grad()
     def agreed_parameters(self, module: ModuleShard) -> torch.Tensor:
@@ -379,7 +338,7 @@ class SyncEngine:
         in_rounds = self.method.placement == "round"
         if self._begun is None:
             self.drain()  # only ever something to do when no forward pass came between
-            self._launched = 0
+            self._order, self._launched = [], 0
             keep = len(modules) if delayed else config.edit_prefetch_depth + 1 if in_forward else 0
             event, meeting = self._decide(modules, self.trigger.syncs, step, steps=steps, keep=keep, at_end=at_end)
         else:
@@ -542,9 +501,9 @@ class SyncEngine:
                 pending.buffer = self._pseudo_gradient(module)
                 self.outer_state.release(module)
             if config.edit_sparsity > 0 and pending.weight > 0:
-                sparsify_(
-                    pending.buffer, config.edit_sparsity, config.edit_sparsity_method, self._generator(event, module)
-                )
+                place = (self._seed, event.decision.index, module.key, self.mesh.rank)
+                generator = generator_of(pending.buffer.device, *place)
+                sparsify_(pending.buffer, config.edit_sparsity, config.edit_sparsity_method, generator)
             error = self.errors[module.index] if self.errors else None
             handle, sent = self.transport.weighted_sum(pending.buffer, pending.weight, error)
             pending.handles.append(handle)
@@ -581,7 +540,7 @@ class SyncEngine:
             if synchronised is not None:
                 self._write_masters(module, synchronised, pending)
             if pending.moments is not None:
-                self._write_moments(module, pending.moments)
+                self.inner_moments.write(module, pending.moments)
             state.release(module)
             self.buffers.give_back(*(b for b in (pending.buffer, pending.at_launch, pending.moments) if b is not None))
             updated = platform.record_event()
@@ -687,53 +646,21 @@ class SyncEngine:
         """Inner moments of this replica's non-finite modules := 0, or its next step is non-finite again (ours)."""
         for module in self.modules:
             if decision.verdict.non_finite[self.mesh.replica, module.index] and decision.due[module.index]:
-                for moments in self._moments(module):
-                    for moment in moments:
-                        moment.zero_()
-
-    def _moments(self, module: ModuleShard) -> Iterator[list[torch.Tensor]]:
-        """For each slice its moments, flat, where the inner optimizer has made a step."""
-        for piece in module.slices:
-            for part in self._optimizer.chained_optimizers:
-                state = part.optimizer.state.get(piece.optimizer_parameter, {})
-                if all(name in state for name in MOMENTS):
-                    yield [state[name].view(-1) for name in MOMENTS]
+                self.inner_moments.zero_(module)
 
     def _moments_to_average(self, module: ModuleShard, pending: Pending) -> torch.Tensor:
         """[2 numel] fp32: this replica's share of the mean of Adam's moments over the replicas in the average."""
         flat = self.buffers.take(2 * module.numel)
-        kept = ~pending.event.decision.verdict.left_out[:, module.index]  # [R]
         if pending.kept:
-            torch.cat([moment for moments in self._moments(module) for moment in moments], out=flat)
-            flat.div_(int(kept.sum()))
+            self.inner_moments.read(module, flat)
+            flat.div_(int((~pending.event.decision.verdict.left_out[:, module.index]).sum()))
         else:
             flat.zero_()
         return flat
 
-    def _write_moments(self, module: ModuleShard, flat: torch.Tensor) -> None:
-        start = 0
-        for moments in self._moments(module):
-            for moment in moments:
-                moment.copy_(flat[start : start + moment.numel()])
-                start += moment.numel()
-
-    def _generator(self, event: SyncEvent, module: ModuleShard) -> torch.Generator:
-        """Of the random sparsification: one for each sync, module, replica and shard; training draws nothing."""
-        place = f"sparsity {self._seed} {event.decision.index} {module.key} {self.mesh.rank}"
-        seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big")
-        return torch.Generator(self.mesh.platform.device).manual_seed(seed)
-
     def _updates_since_sync_anywhere(self) -> bool:
         mine = torch.tensor([max(self.updates_since_sync)], dtype=torch.int64)
         return bool(self.transport.all_gather(mine).any())
-
-    def _write_model(self, module: ModuleShard, pieces: Sequence[torch.Tensor]) -> None:
-        for piece, value in zip(module.slices, pieces, strict=True):
-            piece.model.data.copy_(value)
-
-    def _gather_parameters(self) -> None:
-        for chunk in self.chunks:
-            chunk.start_param_sync(force_sync=True)
 
     def _observe(self, event: str, module: ModuleShard) -> None:
         if self._observer is not None:
