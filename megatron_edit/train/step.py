@@ -14,6 +14,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from megatron_edit.sync.modules import ModuleShard
 from megatron_edit.train.replica import Replica
 
 Microbatch = dict[str, torch.Tensor]  # tokens, labels, position_ids [b, S] int64; loss_mask [b, S] fp32
@@ -53,6 +54,8 @@ class TrainStep:
             updated, grad_norm = False, None  # Adam would decay the weights and move on its momentum
         else:
             updated, grad_norm = self._update()
+        if not updated and (leading := self._leading_modules()):
+            replica.engine.begin_sync(leading, updated=False)  # the other replicas do, and wait for this one
         replica.engine.after_step(updated, learning_rate=learning_rate)
         loss_sum, tokens = sum_losses(losses, replica.mesh.platform.device)
         return StepOutcome(loss_sum, tokens, grad_norm, updated)
@@ -80,7 +83,7 @@ class TrainStep:
         """The inner optimizer's update. When a sync is due the modules that it begins with come first, so that their
         messages are under way while the others are updated."""
         optimizer, engine = self.replica.optimizer, self.replica.engine
-        leading = engine.leading_modules(asked) if counts_steps_per_parameter(optimizer) else []
+        leading = self._leading_modules(asked)
         if not leading:
             optimizer.step_with_ready_grads()
             return
@@ -91,6 +94,10 @@ class TrainStep:
         engine.begin_sync(leading)
         with only_parameters(optimizer, lambda parameter: id(parameter) not in first):
             optimizer.step_with_ready_grads()
+
+    def _leading_modules(self, asked: bool = False) -> list[ModuleShard]:
+        """See `SyncEngine.leading_modules`; [] too where the inner optimizer cannot update them first."""
+        return self.replica.engine.leading_modules(asked) if counts_steps_per_parameter(self.replica.optimizer) else []
 
     def _finalize_gradients(
         self, model: list[torch.nn.Module], num_tokens: torch.Tensor, **megatron_arguments: Any
