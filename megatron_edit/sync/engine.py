@@ -509,8 +509,7 @@ class SyncEngine:
             handle, sent = self.transport.weighted_sum(pending.buffer, pending.weight, error)
             pending.handles.append(handle)
             event.bytes_sent += sent
-            every = config.edit_inner_moments_interval
-            if config.edit_inner_moments == "average" and event.decision.index % every == 0:
+            if config.edit_inner_moments == "average" and self._averages_moments(module, event):
                 pending.moments = self._moments_to_average(module, pending)
                 pending.handles.append(self.transport.all_reduce(pending.moments))
                 event.bytes_sent += pending.moments.nbytes
@@ -648,6 +647,12 @@ class SyncEngine:
         for module in self.modules:
             if decision.verdict.non_finite[self.mesh.replica, module.index] and decision.due[module.index]:
                 self.inner_moments.zero_(module)
+
+    def _averages_moments(self, module: ModuleShard, event: SyncEvent) -> bool:
+        count = event.decision.index
+        if self.num_fragments > 1:
+            count = self.trigger.count_of(module.fragment, event.decision.iteration)
+        return count % self.config.edit_inner_moments_interval == 0
 
     def _moments_to_average(self, module: ModuleShard, pending: Pending) -> torch.Tensor:
         """[2 numel] fp32: this replica's share of the mean of Adam's moments over the replicas in the average."""

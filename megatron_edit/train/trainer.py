@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_edit.config.schema import Config
+from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.model.sharding import local_parameter_count, parameter_count
 from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.platform import Platform
@@ -59,6 +59,7 @@ class Trainer:
         self.consumed_samples = start.position.consumed_samples  # of all replicas, in the completed iterations
         self._schedule, self._schedule_samples = start.schedule, start.position.schedule_samples
         self._resumed = start.resumed
+        self._refuse_syncs_without_learning_rate()
         self._rendezvous_store = store
         self._logged_iteration = self.iteration
         self._learning_rate = 0.0  # of the last step
@@ -71,6 +72,21 @@ class Trainer:
             train_iters=self.train_iters,
             throughput=self._throughput() if config.logging.log_throughput else None,
         )
+
+    def _refuse_syncs_without_learning_rate(self) -> None:
+        """SlowMo divides by the inner learning rate of the step before a sync. Raises ConfigError where that is 0."""
+        if self.engine.method.outer_step != "slowmo":
+            return
+        edit, batch = self.config.edit, self.global_batch_size
+        for iteration in range(self.iteration + 1, self.train_iters + 1):
+            local = iteration - edit.edit_warmup_steps
+            due = local > 0 and (iteration == self.train_iters or local % edit.edit_sync_interval == 0)
+            before = self.consumed_samples + (iteration - 1 - self.iteration) * batch
+            if due and self._schedule.at_samples(before - self._schedule_samples) == 0:
+                raise ConfigError([
+                    f"--edit-method slowmo divides by the learning rate, which is 0 at iteration {iteration}, before a "
+                    f"sync: give --min-lr above 0, for example {self.config.optimizer.lr / 10:g}"
+                ])  # fmt: skip
 
     def fit(self) -> None:
         """Trains to the end, or until a stop is asked for; saves; writes and evaluates `final/` at the end."""
