@@ -524,7 +524,8 @@ class SyncEngine:
         assert pending is not None
         platform, event, state = self.mesh.platform, pending.event, self.outer_state
         started = platform.record_event()
-        platform.wait_event(started, platform.sync_stream())  # the masters are as the computing stream left them
+        if not event.in_forward:  # the optimizer has just been told to write the masters, and nobody has waited for it
+            platform.wait_event(started, platform.sync_stream())
         with platform.stream(platform.sync_stream()):
             pending.wait()
             if pending.rolled_back:
