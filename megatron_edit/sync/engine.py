@@ -395,7 +395,10 @@ class SyncEngine:
         since = [float(self.updates - self.updates_at_sync[module.fragment]) for module in modules]
         total = float(self.updates - self.updates_at_sync[0])
         mine = torch.cat([norms, torch.tensor([*since, total, float(steps)], dtype=torch.float64)])
-        gathered = self.transport.all_gather(mine)  # [R, 2 m + 2]
+        if modules or not self.method.equal_steps:
+            gathered = self.transport.all_gather(mine)  # [R, 2 m + 2]
+        else:  # this stage has no part in it, and need not wait for the other replicas
+            gathered = mine.expand(self.mesh.num_replicas, -1)
         norms, updates = gathered[:, : len(modules)], gathered[:, len(modules) : -2].long()
         enough = at_end or int(gathered[:, -2].sum()) >= self.config.edit_min_total_steps
         meeting = Meeting(index, tuple(int(count) for count in gathered[:, -1]), averaged=enough)
