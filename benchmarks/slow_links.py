@@ -10,11 +10,12 @@ is a step that ends in a sync and the step after, in whose forward pass the sync
 steps, each with the sync of one module. Of each turn
 
     stall   its seconds less those of as many local steps (median of the run without syncs), mean of the two ranks,
-            without rank skew: what a rank spends in the engine beyond the other one, it has waited for the other
-    inside  the part of it that both ranks spend in the engine; in the rest the computation is slower than in a local
-            step, as messages are sent on the same cores, or the optimizer works in two parts
+            without rank skew
+    inside  the part of it that is spent in the engine; in the rest the computation is slower than in a local step, as
+            messages are sent on the same cores, or the optimizer works in two parts
 
-and the medians over the turns are printed. In a container without the rights for it, it is skipped likewise.
+and the medians over the turns are printed. Rank skew: the engine does the same calls on both ranks, and of each
+the shorter one counts, for in the longer one a rank has waited for the other.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,22 @@ ENTRIES = ("begin_sync", "after_step", "complete", "launch_after")
 
 @dataclass
 class Turn:
-    """One turn of a mode on one rank: seconds, and those in the engine by part."""
+    """One turn of a mode on one rank: its seconds, and the own seconds of each call in the engine, by part."""
 
     seconds: float
-    parts: Counter[str] = field(default_factory=Counter)
+    calls: dict[str, list[float]]
 
     @property
     def inside(self) -> float:
         """Seconds in the engine."""
-        return sum(self.parts.values())
+        return sum(map(sum, self.calls.values()))
+
+
+def parts_of(together: Sequence[Turn]) -> dict[str, float]:
+    """Seconds in the engine by part, without rank skew, of the ranks' views of one turn."""
+    return {
+        part: sum(map(min, zip(*(turn.calls[part] for turn in together), strict=True))) for part in together[0].calls
+    }
 
 
 # ---- arithmetic, without torch ---------------------------------------------------------------------------------------
@@ -89,7 +97,7 @@ def stalls(turns: Sequence[Sequence[Turn]], local_seconds: Sequence[float]) -> l
     """(stall, inside) of each turn, seconds: turns [ranks][n], seconds of as many local steps [ranks]."""
     result = []
     for together in zip(*turns, strict=True):
-        inside = min(turn.inside for turn in together)
+        inside = sum(parts_of(together).values())
         beside = [turn.seconds - turn.inside - local for turn, local in zip(together, local_seconds, strict=True)]
         result.append((inside + statistics.mean(beside), inside))
     return result
@@ -224,11 +232,11 @@ def config_of(hidden_size: int, micro_batch_size: int, **settings: Any) -> Any:
 
 
 class Parts:
-    """Own time of the engine's methods by part, while `running`; main thread only."""
+    """Own time of each call of the engine's methods, by part, in order; main thread only."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
-        self._stack: list[str] = []
+        self.calls: dict[str, list[float]] = defaultdict(list)
+        self._own: list[float] = []  # of the calls in progress, outermost first
         self._since = 0.0
 
     def wrap(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
@@ -236,19 +244,19 @@ class Parts:
 
         def timed(*arguments: Any, **named: Any) -> Any:
             self._switch()
-            self._stack.append(part)
+            self._own.append(0.0)
             try:
                 return function(*arguments, **named)
             finally:
                 self._switch()
-                self._stack.pop()
+                self.calls[part].append(self._own.pop())
 
         return timed
 
     def _switch(self) -> None:
         now = time.perf_counter()
-        if self._stack:
-            self.seconds[self._stack[-1]] += now - self._since
+        if self._own:
+            self._own[-1] += now - self._since
         self._since = now
 
 
@@ -296,11 +304,11 @@ class TimedReplica:
 
     def turn(self, steps: int) -> Turn:
         """That many steps, timed."""
-        self.parts.seconds = Counter()
+        self.parts.calls = defaultdict(list)
         started = time.perf_counter()
         for _ in range(steps):
             self.step.run([self.batch], 3e-4)
-        return Turn(time.perf_counter() - started, self.parts.seconds)
+        return Turn(time.perf_counter() - started, dict(self.parts.calls))
 
     def settle(self) -> None:
         """What still travels (streaming) has arrived, so that the link is free for the next one's turn."""
@@ -423,7 +431,7 @@ def summary(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for mode in MODES:
         turns, steps = [rank["turns"][mode] for rank in ranks], steps_of(mode)
         both = stalls(turns, [steps * seconds for seconds in step])
-        less = [min(together, key=lambda turn: turn.inside) for together in zip(*turns, strict=True)]
+        parts = [parts_of(together) for together in zip(*turns, strict=True)]
         in_steps = 1 / (steps * statistics.mean(step))
         modes[mode] = {
             "stall": statistics.median(stall for stall, _ in both),
@@ -431,10 +439,7 @@ def summary(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "mean_share": statistics.mean(stall for stall, _ in both) * in_steps,
             "median_share": statistics.median(stall for stall, _ in both) * in_steps,
             "inside_share": statistics.median(inside for _, inside in both) * in_steps,
-            "parts": {
-                name: statistics.median(turn.parts[name] for turn in less)
-                for name in sorted({name for turn in less for name in turn.parts})
-            },
+            "parts": {name: statistics.median(of_turn[name] for of_turn in parts) for name in sorted(parts[0])},
         }
     return {
         "step": statistics.mean(step),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -42,14 +41,12 @@ def test_the_model_takes_about_as_long_as_asked(slow_links: ModuleType, rate: st
     assert 0.8 < seconds / 0.25 < 1.25
 
 
-def turn(slow_links: ModuleType, seconds: float, inside: float) -> object:
-    return slow_links.Turn(seconds, Counter({"apply": inside / 2, "exchange": inside / 2}))
-
-
 def test_a_rank_that_waits_for_the_other_is_not_stalled(slow_links: ModuleType) -> None:
-    """Rank 1 is 3 s late; rank 0 spends them in the engine. Both spend 0.25 s there, and 0.5 s more beside it."""
-    turns = [[turn(slow_links, 2 + 0.5 + 3.25, 3.25)], [turn(slow_links, 5 + 0.5 + 0.25, 0.25)]]
-    assert slow_links.stalls(turns, [2.0, 5.0]) == [(pytest.approx(0.75), pytest.approx(0.25))]
+    """Each rank is 3 s late once, and the other waits. Both spend 0.25 s in the engine, and 0.5 s more beside it."""
+    waits = [[3.0625, 0.0625], [0.0625, 3.0625]]
+    turns = [[slow_links.Turn(2 + 0.5 + 3 + 0.25, {"exchange": wait, "apply": [0.125]})] for wait in waits]
+    assert slow_links.parts_of([turn for (turn,) in turns]) == {"exchange": 0.125, "apply": 0.125}
+    assert slow_links.stalls(turns, [2.0, 2.0]) == [(0.75, 0.25)]
 
 
 def test_own_time_of_nested_parts(slow_links: ModuleType) -> None:
@@ -60,11 +57,13 @@ def test_own_time_of_nested_parts(slow_links: ModuleType) -> None:
         inner()
         time.sleep(0.02)
 
+    started = time.perf_counter()
     parts.wrap(both, "outer")()
-    assert set(parts.seconds) == {"inner", "outer"}
-    assert parts.seconds["inner"] >= 0.05 and parts.seconds["outer"] >= 0.02
     inner()
-    assert parts.seconds["inner"] >= 0.1
+    elapsed = time.perf_counter() - started
+    assert {part: len(calls) for part, calls in parts.calls.items()} == {"inner": 2, "outer": 1}
+    assert min(parts.calls["inner"]) >= 0.05 and parts.calls["outer"][0] >= 0.02
+    assert sum(map(sum, parts.calls.values())) <= elapsed
 
 
 def test_without_root_one_line_says_that_it_is_skipped(
