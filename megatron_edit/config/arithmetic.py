@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_edit.config.derive import BatchPlan
 from megatron_edit.config.schema import Config, ModelConfig
 from megatron_edit.config.values import parse_split
+from megatron_edit.sync.methods import METHODS
 
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:
@@ -62,6 +63,11 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> 
     ]
     if config.edit.edit_method == "baseline":
         lines.append("sync: baseline, gradients are averaged over all replicas in every step")
+    elif not METHODS[config.edit.edit_method].equal_steps:
+        lines.append(
+            f"sync: {config.edit.edit_method}, {min(config.edit.edit_warmup_steps, iters)} synchronous iterations, "
+            f"then every {config.edit.edit_sync_time:g} s, whatever steps the replicas have taken"
+        )
     else:
         lines.append(
             f"sync: {config.edit.edit_method}, {min(config.edit.edit_warmup_steps, iters)} synchronous "

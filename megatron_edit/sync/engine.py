@@ -29,7 +29,7 @@ from megatron_edit.sync.notices import SyncWarnings
 from megatron_edit.sync.outer import nesterov_step_
 from megatron_edit.sync.penalty import clip_coefficient, replica_weights
 from megatron_edit.sync.transport import SyncTransport
-from megatron_edit.sync.trigger import StepTrigger
+from megatron_edit.sync.trigger import StepTrigger, TimeTrigger, Trigger
 
 Observer = Callable[[str, ModuleShard], None]
 
@@ -96,7 +96,12 @@ class SyncEngine:
         self.modules = collect_modules(chunks, optimizer, mesh)
         self.transport = SyncTransport(mesh.platform, mesh.sync_group, mesh.sync_control_group)
         warmup_steps = config.edit_warmup_steps if self.method.is_local else None
-        self.trigger = StepTrigger(max(config.edit_sync_interval, 1), warmup_steps)
+        self.trigger: Trigger
+        if self.method.trigger == "time":
+            assert config.edit_sync_time is not None
+            self.trigger = TimeTrigger(config.edit_sync_time, warmup_steps)
+        else:
+            self.trigger = StepTrigger(max(config.edit_sync_interval, 1), warmup_steps)
         self.detector = AnomalyDetector(
             mesh.num_replicas,
             len(self.modules),
@@ -141,6 +146,7 @@ class SyncEngine:
         replicas learnt of each other when a sync was due.
         """
         self._steps_since_sync += int(updated)
+        steps_since_meeting = self.trigger.steps_since_sync + 1
         step = self.trigger.advance(asked)
         if step.set_anchor:
             self._set_anchor()
@@ -149,12 +155,14 @@ class SyncEngine:
         if not step.due:
             return None
         self.drain()  # only ever something to do when no forward pass came between
-        self._decide(step.syncs)
-        if self.config.edit_sync_placement == "step":
+        steps = self._decide(step.syncs, steps_since_meeting)
+        averaged = any(self._pending)
+        if averaged and self.config.edit_sync_placement == "step":
             self._sync_blocking()
-        else:
+        elif averaged:
             self._launch_through(self.config.edit_prefetch_depth)
-        return None
+        self.trigger.restart_clock()
+        return Meeting(step.syncs, steps, averaged)
 
     @torch.no_grad()
     def drain(self) -> None:
@@ -294,20 +302,32 @@ class SyncEngine:
 
     # ---- the sync ------------------------------------------------------------------------------------------------
 
-    def _decide(self, index: int) -> None:
-        """Exchange norms and step counts; weights, flags and rollbacks follow on every rank alike."""
+    def _decide(self, index: int, steps_since_meeting: int | None = None) -> tuple[int, ...]:
+        """Exchange norms and step counts; weights, flags and rollbacks follow on every rank alike.
+
+        Returns the steps of each replica since the meeting before. With `steps_since_meeting` (of this replica) and
+        fewer of all than --edit-min-total-steps nothing else happens.
+        """
         self._close_result()  # with an interval of 1 the sync before has ended in this step
         self._decided_at = self.mesh.platform.record_event()
         squares = torch.stack([self._pseudo_gradient_square_sum(module) for module in self.modules])  # [M]
         if self.mesh.norm_group.size() > 1:
             dist.all_reduce(squares, group=self.mesh.norm_group)
-        mine = torch.cat([squares.sqrt().cpu(), torch.tensor([float(self._steps_since_sync)]).double()])
-        gathered = self.transport.all_gather(mine)  # [R, M + 1]
-        norms, stepped = gathered[:, :-1], gathered[:, -1] > 0
-        verdict = self.detector.observe(norms, stepped)
+        counts = torch.tensor([self._steps_since_sync, steps_since_meeting or 0], dtype=torch.float64)
+        gathered = self.transport.all_gather(torch.cat([squares.sqrt().cpu(), counts]))  # [R, M + 2]
+        norms, steps, met = gathered[:, :-2], gathered[:, -2], tuple(int(n) for n in gathered[:, -1].tolist())
+        if steps_since_meeting is not None and sum(met) < self.config.edit_min_total_steps:
+            return met
+        stepped = steps > 0
+        unequal = not self.method.equal_steps
+        verdict = self.detector.observe(norms / steps.clamp(min=1).sqrt()[:, None] if unequal else norms, stepped)
         weights = replica_weights(
             norms, verdict.left_out, self.config.edit_weighting, self.config.edit_softmax_temperature
         )
+        if unequal:
+            shares = torch.where(verdict.left_out, 0.0, steps[:, None])  # [R, M]
+            ratio = self.config.edit_step_weight_ratio
+            weights = (1 - ratio) * weights + ratio * shares / shares.sum(dim=0).clamp(min=1)
         rolled_back = verdict.left_out.all(dim=0)  # [M]
         self.last_decision = SyncDecision(
             index, self.trigger.steps, norms, stepped, verdict, weights, rolled_back
@@ -321,6 +341,7 @@ class SyncEngine:
         self._clip_coefficients = [torch.ones((), dtype=torch.float64) for _ in self.modules]
         self._launched = 0
         self._steps_since_sync = 0
+        return met
 
     def _sync_blocking(self) -> None:
         """The naive twin of the sync in the forward pass: the same two calls per module, one after the other."""

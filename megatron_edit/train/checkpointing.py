@@ -16,6 +16,8 @@ from megatron_edit.checkpoint.training_state import TrainingState
 from megatron_edit.checkpoint.writer import CheckpointWriter, Saved
 from megatron_edit.config.schema import Config, OptimizerConfig
 from megatron_edit.config.settings import is_given
+from megatron_edit.sync.trigger import StepTrigger
+from megatron_edit.train.pace import Pace
 from megatron_edit.train.replica import Replica
 from megatron_edit.train.schedule import LearningRateSchedule
 
@@ -27,6 +29,9 @@ class Position:
     iteration: int = 0  # completed
     consumed_samples: int = 0
     schedule_samples: int = 0  # consumed before the first step of the learning rate schedule
+    # With unequal step counts: `SamplePool.state` and `Pace.state`, where the counts above do not say it all.
+    reserves: dict[str, Any] | None = None
+    at_sync: bool | None = None  # whether all replicas hold the same weights; None: the trigger's steps tell
 
 
 @dataclass(frozen=True)
@@ -64,11 +69,10 @@ class RunCheckpoints:
 
     # ---- saving ----------------------------------------------------------------------------------------------------
 
-    def due(self, iteration: int) -> bool:
-        """Whether `iteration` is to be saved. A compact checkpoint waits for the next sync."""
-        interval = self._settings.save_interval
-        self._is_due = self._is_due or bool(interval and iteration % interval == 0)
-        return self._is_due and (self._settings.save_scope == "full" or self._at_sync)
+    def due(self, pace: Pace, *, at_sync: bool | None = None) -> bool:
+        """Whether where `pace` stands is to be saved. A compact checkpoint waits for the next sync."""
+        self._is_due = self._is_due or pace.crossed(self._settings.save_interval)
+        return self._is_due and (self._settings.save_scope == "full" or self._is_at_sync(at_sync))
 
     def save(self, position: Position, schedule: LearningRateSchedule, *, wait: bool = False) -> None:
         """Completes a due sync and saves; says so when it is durable. Nothing is done twice for one iteration.
@@ -105,7 +109,7 @@ class RunCheckpoints:
         self._say(f"saved the final weights to {saved.folder}")
 
     def _write(self, writer: CheckpointWriter, position: Position, schedule: LearningRateSchedule) -> None:
-        scope = self._settings.save_scope if self._at_sync else "full"
+        scope = self._settings.save_scope if self._is_at_sync(position.at_sync) else "full"
         if scope != self._settings.save_scope:
             self._say(f"iteration {position.iteration} lies between two syncs: its checkpoint is a full one")
         numbers = self._state.numbers(self._group)
@@ -114,6 +118,7 @@ class RunCheckpoints:
             "scope": scope,
             "consumed_samples": position.consumed_samples,
             "order": self._order(),
+            **({"reserves": position.reserves} if position.reserves is not None else {}),
             "schedule": {
                 "samples": position.schedule_samples,
                 "global_batch_size": schedule.global_batch_size,
@@ -159,11 +164,13 @@ class RunCheckpoints:
             "split": data.split if data.data_path else None,
         }
 
-    @property
-    def _at_sync(self) -> bool:
+    def _is_at_sync(self, known: bool | None) -> bool:
         """Whether all replicas hold the same weights, once a due sync is completed."""
         trigger = self._engine.trigger
-        return trigger.warmup_end is None or (trigger.steps - trigger.warmup_end) % trigger.interval == 0
+        if known is not None or trigger.warmup_end is None:
+            return known is not False
+        assert isinstance(trigger, StepTrigger)
+        return (trigger.steps - trigger.warmup_end) % trigger.interval == 0
 
     # ---- loading ---------------------------------------------------------------------------------------------------
 
@@ -185,12 +192,14 @@ class RunCheckpoints:
             return self._start(Position(), resumed=False)
         saved = candidate.manifest.content
         weights_only = settings.finetune or not settings.load_optim
+        reserves = None if settings.finetune else self._reserves(candidate)
+        resized = saved["layout"]["sync"] != self._replica.mesh.num_replicas
         if weights_only:
             iteration = 0 if settings.finetune else candidate.manifest.iteration
             consumed = 0 if settings.finetune else saved.get("consumed_samples")
             if consumed is None:
                 raise CheckpointError(f"{candidate.folder} holds weights only: give --finetune to start from them")
-            position = Position(iteration, consumed, consumed)
+            position = Position(iteration, consumed, consumed, reserves)
             remarks = restore_weights(self._state, candidate, self._group, iteration=iteration)
             remarks.append("learning rate: the flags' schedule, from its first step: only weights were loaded")
             start = self._start(position, resumed=iteration > 0)
@@ -206,7 +215,13 @@ class RunCheckpoints:
             if not settings.load_rng:
                 remarks.append("--no-load-rng: generators (dropout) are as at the start of a run")
             schedule = saved["schedule"]
-            position = Position(candidate.manifest.iteration, saved["consumed_samples"], schedule["samples"])
+            position = Position(
+                candidate.manifest.iteration,
+                saved["consumed_samples"],
+                schedule["samples"],
+                reserves,
+                at_sync=resized or not any(replica["steps_since_sync"] for replica in saved["replicas"]),
+            )
             start = self._start(position, resumed=True)
             remarks.append(self._schedule_remark(start.schedule, schedule))
             remarks += self._order_remarks(saved.get("order", {}))
@@ -219,6 +234,21 @@ class RunCheckpoints:
             self._say(remark)
         self._say(f"{what} iteration {candidate.manifest.iteration} of {start.train_iters} from {load}")
         return start
+
+    def _reserves(self, candidate: Candidate) -> dict[str, Any] | None:
+        """Position of a run with unequal step counts. Another method can take it up where no sample was left out."""
+        reserves: dict[str, Any] | None = candidate.manifest.content.get("reserves")
+        if not self._engine.method.equal_steps:
+            return reserves
+        if reserves and reserves["ranges"]:
+            unused = sum(stop - start for start, stop in reserves["ranges"])
+            raise CheckpointError(
+                f"{candidate.folder} was saved by --edit-method {candidate.manifest.content['method']}: {unused} "
+                f"samples before its position {reserves['frontier']} are still to be used, which --edit-method "
+                f"{self._config.edit.edit_method} cannot do; go on with that method, or start from the weights "
+                "with --finetune"
+            )
+        return None
 
     def _warn_of_used_folder(self, writer: CheckpointWriter) -> None:
         """A new run in the folder of another writes over it; --load would have gone on with that one."""

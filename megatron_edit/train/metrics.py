@@ -315,16 +315,18 @@ def train_report(slots: Tensor, known: TrainReport, throughput: Throughput | Non
         return slots[:, which].tolist()
 
     seconds, iterations = column(_Column.SECONDS), column(_Column.ITERATIONS)
+    unequal = len(set(iterations)) > 1
     per_iteration = [_ratio(s, n) for s, n in zip(seconds, iterations, strict=True)]
     report = replace(
         known,
-        iteration_ms=1000 * sum(per_iteration) / len(per_iteration),
+        iteration_ms=1000 * _ratio(sum(seconds), sum(iterations)),
         lm_loss=_ratio(sum(column(_Column.LOSS_SUM)), sum(column(_Column.TOKENS))),
         replica_losses=tuple(
             _ratio(*each) for each in zip(column(_Column.LOSS_SUM), column(_Column.TOKENS), strict=True)
         ),
         skipped_iterations=int(max(column(_Column.SKIPPED_ITERATIONS))),
         nan_iterations=int(max(column(_Column.NAN_ITERATIONS))),
+        replica_steps=tuple(int(n) for n in iterations) if unequal else (),
     )
     if known.grad_norm is not None:
         finite = sum(column(_Column.GRAD_NORM_IS_FINITE))

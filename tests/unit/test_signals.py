@@ -13,7 +13,6 @@ from megatron_edit.train.signals import (
     StopAgreementError,
     StopCoordinator,
     StopReason,
-    exit_interval_reached,
 )
 
 
@@ -63,11 +62,6 @@ def run_to_stop(stopper: StopCoordinator, iteration: int, last: int = 10_000) ->
         time.sleep(0.001)
         iteration += 1
     return None
-
-
-def test_exit_interval() -> None:
-    assert [k for k in range(10) if exit_interval_reached(k, 4)] == [4, 8]
-    assert not any(exit_interval_reached(k, None) for k in range(10))
 
 
 def test_request_before_the_first_step_costs_no_step() -> None:
