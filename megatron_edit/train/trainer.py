@@ -128,7 +128,11 @@ class Trainer:
                 return None
             if reason is not None:
                 return replace(reason, iteration=self.iteration)
-            self._train_to_boundary(stop)
+            if self.engine.method.equal_steps or self.engine.synchronous:
+                self._train_iteration()
+            else:
+                self._train_to_meeting(stop)
+            self._at_boundary()
             boundary += 1
             interval = self.config.training.exit_interval
             if self.pace.crossed(interval) and not self._is_done:
@@ -140,13 +144,13 @@ class Trainer:
             return self.iteration >= self.train_iters
         return self.consumed_samples >= self.train_samples
 
-    def _train_to_boundary(self, stop: StopCoordinator) -> None:
-        """One iteration, or this replica's steps up to its next meeting with the others; then what is due there."""
-        if self.engine.method.equal_steps or self.engine.synchronous:
-            self._train_step(lambda: False)
-            self.pace.meet_after_one_step()
-        else:
-            self._train_to_meeting(stop)
+    def _train_iteration(self) -> None:
+        """One step of every replica."""
+        self._train_step(lambda: False)
+        self.pace.meet_after_one_step()
+
+    def _at_boundary(self) -> None:
+        """What needs all replicas, when its interval is over."""
         if self.pace.crossed(self.config.logging.log_interval):
             self._emit()
         self._output.show(self._metrics.poll())

@@ -17,7 +17,7 @@ from megatron_edit.config.schema import Config
 from megatron_edit.model.names import canonical_name
 from megatron_edit.model.sharding import gather_full_parameters, partition_dim
 from megatron_edit.parallel.layout import Coordinates
-from megatron_edit.sync.engine import SyncDecision
+from megatron_edit.sync.engine import Meeting, SyncDecision
 from megatron_edit.sync.modules import ModuleShard
 from megatron_edit.testing.ranks import run_ranks
 from megatron_edit.testing.tiny import (
@@ -117,12 +117,12 @@ def train(replica: Replica, run: Run) -> RankRecord:
     keep = partial(_keep, replica, record) if run.snapshots else lambda name, flats: None
     iteration = 0
 
-    def after_step(updated: bool = True) -> None:
+    def after_step(updated: bool = True, **options: Any) -> Meeting | None:
         if run.spoil is not None:
             _spoil(replica, run.spoil, iteration)
         if _sync_is_due(replica):
             keep(f"before sync {engine.trigger.syncs + 1}", masters(replica))
-        type(engine).after_step(engine, updated)
+        return type(engine).after_step(engine, updated, **options)
 
     engine.after_step = after_step  # type: ignore[method-assign]
     keep("initial", masters(replica))
