@@ -29,7 +29,7 @@ class Position:
     iteration: int = 0  # completed
     consumed_samples: int = 0
     schedule_samples: int = 0  # consumed before the first step of the learning rate schedule
-    # With unequal step counts: `SamplePool.state` and `Pace.state`, where the counts above do not say it all.
+    # `SamplePool.state` and `Pace.state` of a run with unequal step counts, where the counts above do not say it all.
     reserves: dict[str, Any] | None = None
     at_sync: bool | None = None  # whether all replicas hold the same weights; None: the trigger's steps tell
 
@@ -238,9 +238,7 @@ class RunCheckpoints:
     def _reserves(self, candidate: Candidate) -> dict[str, Any] | None:
         """Position of a run with unequal step counts. Another method can take it up where no sample was left out."""
         reserves: dict[str, Any] | None = candidate.manifest.content.get("reserves")
-        if not self._engine.method.equal_steps:
-            return reserves
-        if reserves and reserves["ranges"]:
+        if reserves and reserves["ranges"] and self._engine.method.equal_steps:
             unused = sum(stop - start for start, stop in reserves["ranges"])
             raise CheckpointError(
                 f"{candidate.folder} was saved by --edit-method {candidate.manifest.content['method']}: {unused} "
@@ -248,7 +246,7 @@ class RunCheckpoints:
                 f"{self._config.edit.edit_method} cannot do; go on with that method, or start from the weights "
                 "with --finetune"
             )
-        return None
+        return reserves
 
     def _warn_of_used_folder(self, writer: CheckpointWriter) -> None:
         """A new run in the folder of another writes over it; --load would have gone on with that one."""

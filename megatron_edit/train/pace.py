@@ -59,6 +59,11 @@ class Pace:
         }
 
     @property
+    def is_uneven(self) -> bool:
+        """Whether the iteration does not say it all."""
+        return self._rest > 0 or any(steps != self.iteration for steps in self._replica_steps)
+
+    @property
     def own_step(self) -> int:
         """Steps of this replica over the whole run."""
         return self._replica_steps[self._replica] + self._own_steps

@@ -74,8 +74,9 @@ class Trainer:
         self._learning_rate = 0.0  # of the last step
         self._at_sync = position.at_sync is not False  # with unequal steps: whether the last meeting was averaged
         self._steps_before = self.engine.trigger.steps_since_sync  # of an interval that another method has begun
+        steps = position.reserves["replica_steps"] if position.reserves else [self.iteration]  # of the saved replicas
         self._met_at: dict[int, int] = {}  # sync -> iteration, until it is reported
-        self._sample_ids = SampleIdFile(config.data.log_sample_ids, self.mesh, self.pace.state["replica_steps"])
+        self._sample_ids = SampleIdFile(config.data.log_sample_ids, self.mesh, steps)
         self._feed = TrainingFeed(self.data, self.pace, self.mesh.replica, position.reserves)
         self._metrics = MetricsReducer(
             self.mesh.world_control_group,
@@ -284,7 +285,7 @@ class Trainer:
     def _save(self, *, wait: bool = False) -> None:
         with self._metrics.untimed():
             self._flush_log()  # a start that resumes here finds the lines up to here
-            unequal = not self.engine.method.equal_steps
+            unequal = self.pace.is_uneven or not self.engine.method.equal_steps
             position = Position(
                 self.iteration,
                 self.consumed_samples,
