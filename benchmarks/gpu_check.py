@@ -166,7 +166,7 @@ def train(platform: Any, world_size: int, precision: str) -> dict[str, Any]:
         outcome = step.run(tiny_batch(config, mesh, 0), 1e-3)
         losses.append(float(outcome.loss_sum / outcome.tokens))
         milliseconds.append(1000 * (time.perf_counter() - started))
-        if (result := replica.engine.take_result()) is not None:
+        for result in replica.engine.take_results():
             exposed = result.exposed_ms
     replica.engine.drain()
     assert replica.engine.last_decision is not None

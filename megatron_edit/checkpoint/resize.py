@@ -1,7 +1,7 @@
 """The sync that a change of the number of replicas makes necessary in the middle of an interval.
 
 Every new replica reads the local states of all old ones, shard by shard, and computes what they would have agreed on
-(arXiv 2412.07210; `sync.engine` does the same with collectives).
+(arXiv 2412.07210; `sync.engine` does the same with collectives). A sync that was under way is applied first.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from megatron_edit.checkpoint.in_flight import SavedInFlight
 from megatron_edit.checkpoint.torch_dist import read_tensors
 from megatron_edit.checkpoint.training_state import TrainingState, local_key
-from megatron_edit.sync.detector import AnomalyDetector, DetectorVerdict
-from megatron_edit.sync.outer import nesterov_step_
-from megatron_edit.sync.penalty import replica_weights
+from megatron_edit.sync.decide import Decider
+from megatron_edit.sync.detector import DetectorVerdict
 
 
 @torch.no_grad()
@@ -26,27 +26,35 @@ def sync_of_saved_replicas(
     folder: Path,
     group: dist.ProcessGroup,
     replicas: list[dict[str, Any]],
-    detector_state: dict[str, torch.Tensor],
+    detector_state: dict[str, torch.Tensor] | None,
+    in_flight: SavedInFlight,
+    anchors: list[torch.Tensor],
+    momenta: list[torch.Tensor],
 ) -> tuple[DetectorVerdict, dict[str, torch.Tensor]]:
-    """Moves the loaded anchor and outer momentum by one sync of the saved replicas.
+    """Moves the loaded `anchors` and `momenta` ([numel] of each module) by one sync of the saved replicas.
 
-    Reads each old replica twice, and holds one of them and the average beside the state. Returns the verdict on the
-    old replicas and their detectors' new state. The masters are left to the caller. Collective over `group`.
+    Of a method without an anchor both are [], and the masters become the mean. Reads each old replica twice, and holds
+    one of them and the average beside the state. Returns the verdict on the old replicas and their detectors' new
+    state. Collective over `group`.
     """
-    engine, config = state.engine, state.engine.config
+    engine = state.engine
     device = state.mesh.platform.device
     deltas = [torch.empty(module.numel, dtype=torch.float32, device=device) for module in engine.modules]
 
     def read_deltas(replica: int) -> None:
-        """deltas := masters of the saved replica - anchor."""
-        tensors: list[ShardedTensor] = []
+        """deltas := masters of the saved replica - anchor, or - its masters when a sync under way set out."""
+        tensors: list[ShardedTensor] = list(in_flight.at_launch(replica))
         for module, flat in zip(engine.modules, deltas, strict=True):
             flat.zero_()  # the padding of the vocabulary
             for piece, view in zip(module.slices, module.views(flat), strict=True):
                 tensors += state.pieces(local_key(replica, "param", piece.name), piece, view)
         read_tensors(folder, tensors, group)
         for module, flat in zip(engine.modules, deltas, strict=True):
-            flat.sub_(engine.anchor[module.index])
+            base = in_flight.base(module.index, replica)
+            if base is None and anchors:
+                base = anchors[module.index].to(device)
+            if base is not None:
+                flat.sub_(base)
 
     squares = torch.zeros(len(replicas), len(engine.modules), dtype=torch.float64, device=device)  # [R, M]
     for replica in range(len(replicas)):
@@ -55,35 +63,40 @@ def sync_of_saved_replicas(
             squares[replica, module.index] = module.counted_square_sum(delta)
     if state.mesh.norm_group.size() > 1:
         dist.all_reduce(squares, group=state.mesh.norm_group)
-    norms = squares.sqrt().cpu()
-    stepped = torch.tensor([replica["steps_since_sync"] > 0 for replica in replicas])
-    detector = AnomalyDetector(
-        len(replicas),
-        len(engine.modules),
-        threshold=config.edit_anomaly_threshold,
-        alpha=config.edit_anomaly_alpha,
-        warmup=config.edit_anomaly_warmup_syncs,
+    decider = Decider(engine.config, engine.method, len(replicas), len(engine.modules))
+    if detector_state is not None:
+        decider.detector.load_state_dict(detector_state)
+    everything = range(len(engine.modules))
+    updates = torch.tensor(  # [R, M]
+        [
+            [0 if in_flight.drops_progress(m, i) else max(replica["updates_since_sync"]) for m in everything]
+            for i, replica in enumerate(replicas)
+        ]
     )
-    detector.load_state_dict(detector_state)
-    verdict = detector.observe(norms, stepped)
-    weights = replica_weights(norms, verdict.left_out, config.edit_weighting, config.edit_softmax_temperature)
+    decision = decider.decide(0, 0, everything, squares.sqrt().cpu(), updates)
 
     averaged = [torch.zeros_like(delta) for delta in deltas]
     for replica in range(len(replicas)):
         read_deltas(replica)
         for module, delta in zip(engine.modules, deltas, strict=True):
-            weight = float(weights[replica, module.index])
+            weight = float(decision.weights[replica, module.index])
             if weight > 0:  # never 0 x its values: they may be NaN
                 averaged[module.index].add_(delta.mul_(weight))
-    rolled_back = verdict.left_out.all(dim=0)  # [M]
     for module in engine.modules:
-        if rolled_back[module.index]:
+        m = module.index
+        if not anchors:
+            if not decision.rolled_back[m]:
+                engine.transport.broadcast(averaged[m])
+                module.write_masters(averaged[m])
             continue
-        anchor, momentum = engine.anchor[module.index], engine.outer_momentum[module.index]
-        beta = engine.clip_coefficient_of(module, averaged[module.index])
-        nesterov_step_(
-            anchor, momentum, averaged[module.index], beta, config.edit_outer_lr, config.edit_outer_momentum
-        )
-    for tensor in (*engine.anchor, *engine.outer_momentum):
-        engine.transport.broadcast(tensor)  # bit-equal in all replicas even where kernels round differently
-    return verdict, detector.state_dict()
+        anchor, momentum = anchors[m].to(device), momenta[m].to(device)
+        inner_lr = in_flight.inner_lr(m)
+        if (average := in_flight.average(m)) is not None:
+            engine.outer_step(anchor, momentum, average, engine.clip_coefficient_of(module, average), inner_lr)
+        if not decision.rolled_back[m]:
+            beta = engine.clip_coefficient_of(module, averaged[m])
+            engine.outer_step(anchor, momentum, averaged[m], beta, float(replicas[0]["inner_lr"]))
+        for whole, moved in ((anchors[m], anchor), (momenta[m], momentum)):
+            engine.transport.broadcast(moved)  # bit-equal in all replicas even where kernels round differently
+            whole.copy_(moved)
+    return decision.verdict, decider.detector.state_dict()

@@ -18,15 +18,18 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron_edit.checkpoint.collective import on_first_rank
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.folders import Candidate
+from megatron_edit.checkpoint.in_flight import SavedInFlight
 from megatron_edit.checkpoint.resize import sync_of_saved_replicas
 from megatron_edit.checkpoint.torch_dist import read_tensors, stored_tensors
 from megatron_edit.checkpoint.training_state import (
+    ERROR,
     MODEL,
     MOMENTS,
     PER_MODULE,
     TrainingState,
     expected_tensors,
     local_key,
+    own_key,
     set_random_states,
     shared_key,
 )
@@ -61,25 +64,46 @@ def restore(
     local_states = len(saved["replicas"])  # 1 of a compact checkpoint
     old, new, mine = saved["layout"]["sync"], state.mesh.num_replicas, state.mesh.replica
     source = mine % local_states
-    resized, has_anchor = old != new, saved["has_anchor"]
-    between_syncs = has_anchor and any(replica["steps_since_sync"] for replica in saved["replicas"])
+    resized = old != new
+    has_anchor = saved["has_anchor"] and engine.method.has_anchor
+    updates = [max(replica["updates_since_sync"]) for replica in saved["replicas"]]
+    between_syncs = saved["trigger"]["warmup_end"] is not None and (any(updates) or bool(saved["in_flight"]["events"]))
+    if between_syncs and engine.method.has_anchor and not saved["has_anchor"]:
+        raise CheckpointError(
+            f"{folder}: the replicas of --edit-method {saved['method']} differ here and there is no anchor, which "
+            f"--edit-method {engine.method.name} needs: resume with {saved['method']}, or from a checkpoint at a sync"
+        )
     remarks = _check(state, candidate, group)
+    in_flight = SavedInFlight(state, saved)
 
+    from_anchor = has_anchor and (candidate.manifest.scope == "compact" or resized)
+    columns = state.detector_to_load(old) if saved["edit_modules"] == engine.config.edit_modules else {}
+    tensors = [*_local(state, MOMENTS, source), *columns.values(), *in_flight.averages()]
+    anchors: list[torch.Tensor] = []
+    momenta: list[torch.Tensor] = []
     if has_anchor:
         engine.ensure_anchor()
-    from_anchor = has_anchor and (candidate.manifest.scope == "compact" or resized)
-    columns = state.detector_to_load(old)
-    tensors = [*_local(state, MOMENTS, source), *columns.values()]
-    if has_anchor:
-        tensors += _shared(state)
+        anchors, momenta = engine.anchor, engine.outer_momentum
+        tensors += [*_whole(state, "anchor", anchors), *_whole(state, "outer_momentum", momenta)]
     if not from_anchor:
-        tensors += _local(state, ("param",), 0 if resized else source)  # without an anchor all replicas are equal
+        # at a sync, and in the warm-up, all replicas are equal
+        tensors += _local(state, ("param",), 0 if resized else source)
+    if not resized:
+        tensors += in_flight.at_launch(source)
+        tensors += _errors(state, saved, source)
     read_tensors(folder, tensors, group)
     state.set_numbers(saved["replicas"][source])
-    detector, trigger = state.detector_state(columns), dict(saved["trigger"])
+    detector, trigger = state.detector_state(columns) if columns else None, dict(saved["trigger"])
+    if detector is None:
+        remarks.append(
+            f"--edit-modules was {saved['edit_modules']}, is {engine.config.edit_modules}: the detectors start anew"
+        )
     if resized and between_syncs:
-        verdict, detector = sync_of_saved_replicas(state, folder, group, saved["replicas"], detector)
+        verdict, detector = sync_of_saved_replicas(
+            state, folder, group, saved["replicas"], detector, in_flight, anchors, momenta
+        )
         trigger["syncs"] += 1
+        trigger["last_sync_step"] = trigger["steps"]
         for module in engine.modules:
             if verdict.non_finite[source, module.index]:
                 for piece in module.slices:
@@ -88,19 +112,23 @@ def restore(
         remarks.append(f"{old} replicas become {new} between two syncs: the sync of the saved replicas was made now")
     elif resized:
         remarks.append(f"{old} replicas become {new}; all start from the same weights")
-    if resized:
+    if resized and detector is not None:
         detector = _resized_detector(detector, new)
+    if has_anchor:
+        engine.outer_state.set_whole(anchors, momenta)
     for module in engine.modules:
         if from_anchor:
-            module.write_masters(engine.anchor[module.index])
+            module.write_masters(anchors[module.index].to(state.mesh.platform.device))
         for piece in module.slices:
             piece.model.copy_(piece.master)
     keeps_interval = not resized and not from_anchor
+    if keeps_interval:
+        in_flight.hand_over()
     try:
         engine.resume(
             trigger,
             detector=detector,
-            steps_since_sync=saved["replicas"][source]["steps_since_sync"] if keeps_interval else 0,
+            updates_since_sync=saved["replicas"][source]["updates_since_sync"] if keeps_interval else (),
             has_anchor=has_anchor,
         )
     except WarmupError as error:
@@ -149,11 +177,20 @@ def _local(state: TrainingState, names: tuple[str, ...], replica: int) -> Iterat
                     yield from state.pieces(local_key(replica, name, piece.name), piece, _emptied(piece.name, flat))
 
 
-def _shared(state: TrainingState) -> Iterator[ShardedTensor]:
-    for module in state.engine.modules:
-        for piece, flats in state.shared_state(module):
-            for name, flat in flats.items():
-                yield from state.pieces(shared_key(name, piece.name), piece, _emptied(piece.name, flat))
+def _whole(state: TrainingState, name: str, flats: list[torch.Tensor]) -> Iterator[ShardedTensor]:
+    """`flats` [numel] of each module, to be read as the shared state `name`."""
+    for module, flat in zip(state.engine.modules, flats, strict=True):
+        for piece, view in zip(module.slices, module.views(flat), strict=True):
+            yield from state.pieces(shared_key(name, piece.name), piece, _emptied(piece.name, view))
+
+
+def _errors(state: TrainingState, saved: dict[str, Any], replica: int) -> Iterator[ShardedTensor]:
+    """What compression still owes, where both runs compress; a new run owes nothing."""
+    state.engine.ensure_errors()
+    if saved["has_errors"]:
+        for module, flat in zip(state.engine.modules, state.engine.errors, strict=False):
+            for piece, view in zip(module.slices, module.views(flat), strict=True):
+                yield from state.pieces(own_key(replica, ERROR, piece.name), piece, _emptied(piece.name, view))
 
 
 def _emptied(name: str, flat: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,10 @@
 """All that the next step depends on, as named tensors and a few numbers, and back, on whatever layout.
 
     replica{i}.optimizer.state.{param,exp_avg,exp_avg_sq}.<name>   fp32 masters and Adam's moments of replica i
+    replica{i}.edit.at_launch.<name>                               masters when a delayed sync under way set out
+    replica{i}.edit.error.<name>                                   what compression has not sent yet
     edit.{anchor,outer_momentum}.<name>                            once; dealt over the replicas when written
+    edit.in_flight.<name>                                          likewise: averages that are not yet applied
     edit.detector.<module>.<field>                                 [R], `majority_streak` [1]
     rng.<sync>.<dp>.<pp>.<cp>.<tp>.<generator>                     bytes of each generator of the rank at that place
 
@@ -11,7 +14,8 @@ masters, cast. Numbers (trigger, Adam's step, loss scale) are in the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +28,7 @@ from megatron_edit.checkpoint.blocks import blocks_of
 from megatron_edit.checkpoint.torch_dist import block_of, whole_tensor
 from megatron_edit.checkpoint.writer import Checkpoint
 from megatron_edit.config.schema import ModelConfig
-from megatron_edit.model.names import EMBEDDING
+from megatron_edit.model.names import EMBEDDING, module_key
 from megatron_edit.model.sharding import full_parameter_shapes
 from megatron_edit.sync.engine import SyncEngine
 from megatron_edit.sync.modules import ModuleShard, ShardSlice
@@ -32,6 +36,8 @@ from megatron_edit.sync.modules import ModuleShard, ShardSlice
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LOCAL = ("param", *MOMENTS)
 SHARED = ("anchor", "outer_momentum")
+IN_FLIGHT = "in_flight"  # shared
+AT_LAUNCH, ERROR = "at_launch", "error"  # of each replica
 MODEL = "model."  # weights only, in the model's dtype
 PER_MODULE = "majority_streak"  # the detector's one field without a replica axis
 
@@ -46,6 +52,11 @@ def shared_key(state: str, name: str) -> str:
     return f"edit.{state}.{name}"
 
 
+def own_key(replica: int, state: str, name: str) -> str:
+    """Key of one replica's `state` (AT_LAUNCH or ERROR) of the parameter `name`."""
+    return f"replica{replica}.edit.{state}.{name}"
+
+
 def expected_tensors(content: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of the model's size that a checkpoint with `content` (of its manifest) holds, by key.
 
@@ -58,7 +69,24 @@ def expected_tensors(content: dict[str, Any], shapes: Mapping[str, tuple[int, ..
         states = LOCAL if keeps_masters else MOMENTS
         prefixes = [local_key(i, state, "") for i in range(len(content["replicas"])) for state in states]
         prefixes += [shared_key(state, "") for state in SHARED if content["has_anchor"]]
-    return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
+        if content["has_errors"]:
+            prefixes += [own_key(i, ERROR, "") for i in range(len(content["replicas"]))]
+    expected = {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
+    if content["scope"] == "full":
+        for name, shape in shapes.items():
+            expected |= dict.fromkeys(_in_flight_keys(content, name), shape)
+    return expected
+
+
+def _in_flight_keys(content: dict[str, Any], name: str) -> list[str]:
+    """Keys of what is under way of the parameter `name`."""
+    module = content["in_flight"]["modules"].get(module_key(name, content["edit_modules"]))
+    if module is None or module["rolled_back"]:
+        return []
+    keys = [shared_key(IN_FLIGHT, name)]
+    if module["delayed"]:
+        keys += [own_key(i, AT_LAUNCH, name) for i, out in enumerate(module["left_out"]) if not out]
+    return keys
 
 
 class TrainingState:
@@ -98,6 +126,7 @@ class TrainingState:
         sync they are equal; "weights": masters of replica 0 as `model.<name>` in the model's dtype.
         """
         mesh, engine = self.mesh, self.engine
+        shared = [] if scope == "weights" else [engine.anchor, engine.outer_momentum]
         for module in engine.modules:
             for piece in module.slices:
                 if not self._is_written(piece):
@@ -108,13 +137,17 @@ class TrainingState:
                     continue
                 if scope == "full" or mesh.replica == 0:
                     for state, flat in self.local_state(piece).items():
-                        if not (state == "param" and scope == "compact" and engine.anchor):
+                        if not (state == "param" and scope == "compact" and engine.has_anchor):
                             yield from self.pieces(local_key(mesh.replica, state, piece.name), piece, flat)
-            if scope != "weights" and engine.anchor and module.index % mesh.num_replicas == mesh.replica:
-                for state in SHARED:
-                    for piece, flat in zip(module.slices, self._shared_views(module, state), strict=True):
-                        if self._is_written(piece):
-                            yield from self.pieces(shared_key(state, piece.name), piece, flat)
+            if scope == "weights":
+                continue
+            writes_shared = module.index % mesh.num_replicas == mesh.replica
+            if engine.has_anchor and writes_shared:
+                for state, whole in zip(SHARED, shared, strict=True):
+                    yield from self._written(module, whole[module.index], partial(shared_key, state))
+            yield from self._in_flight_to_save(module, writes_shared)
+            if engine.errors and (scope == "full" or mesh.replica == 0):
+                yield from self._written(module, engine.errors[module.index], partial(own_key, mesh.replica, ERROR))
         if scope == "weights":
             return
         if mesh.replica == mesh.place.dp == mesh.place.cp == mesh.place.tp == 0:
@@ -122,6 +155,26 @@ class TrainingState:
         if scope == "full" or mesh.replica == 0:
             for name, generator in random_states().items():
                 yield whole_tensor(f"{self._rng_prefix(mesh.replica)}{name}", generator)
+
+    def _written(
+        self, module: ModuleShard, flat: torch.Tensor, key_of: Callable[[str], str]
+    ) -> Iterator[ShardedTensor]:
+        """`flat` [numel of the module] under each parameter's key."""
+        for piece, view in zip(module.slices, module.views(flat), strict=True):
+            if self._is_written(piece):
+                yield from self.pieces(key_of(piece.name), piece, view)
+
+    def _in_flight_to_save(self, module: ModuleShard, writes_shared: bool) -> Iterator[ShardedTensor]:
+        """A sync under way: its average, which must have arrived, and the masters when it set out."""
+        pending = self.engine.pending[module.index]
+        if pending is None or pending.rolled_back:
+            return
+        assert pending.buffer is not None and not pending.event.in_forward, "a due sync must have been completed"
+        pending.wait()
+        if writes_shared:
+            yield from self._written(module, pending.buffer, partial(shared_key, IN_FLIGHT))
+        if pending.at_launch is not None:
+            yield from self._written(module, pending.at_launch, partial(own_key, self.mesh.replica, AT_LAUNCH))
 
     def pieces(self, key: str, piece: ShardSlice, flat: torch.Tensor) -> Iterator[ShardedTensor]:
         """`flat` [numel of the piece] as blocks of the whole tensor `key`; views of `flat`."""
@@ -144,15 +197,6 @@ class TrainingState:
             inner["step"] = torch.zeros((), dtype=torch.float32, device=piece.master.device)
         return {"param": piece.master, **{name: inner[name].view(-1) for name in MOMENTS}}
 
-    def shared_state(self, module: ModuleShard) -> Iterator[tuple[ShardSlice, dict[str, torch.Tensor]]]:
-        """Each piece of `module` with its views of anchor and outer momentum."""
-        views = [self._shared_views(module, state) for state in SHARED]
-        for piece, *flats in zip(module.slices, *views, strict=True):
-            yield piece, dict(zip(SHARED, flats, strict=True))
-
-    def _shared_views(self, module: ModuleShard, state: str) -> list[torch.Tensor]:
-        return module.views(getattr(self.engine, state)[module.index])
-
     def _is_written(self, piece: ShardSlice) -> bool:
         """False for copies: of tensor parallel ranks, and of a tied matrix on the last stage."""
         return piece.counted and (piece.name != EMBEDDING or self.mesh.is_first_stage)
@@ -163,7 +207,7 @@ class TrainingState:
         for module in self.engine.modules:
             if module.key == "embedding" and not self.mesh.is_first_stage:
                 continue
-            for field, value in self.engine.detector.state_dict().items():
+            for field, value in self.engine.decider.detector.state_dict().items():
                 column = value[module.index : module.index + 1] if field == PER_MODULE else value[:, module.index]
                 yield whole_tensor(f"edit.detector.{module.key}.{field}", column.clone())
 
@@ -175,13 +219,13 @@ class TrainingState:
                 torch.zeros(1 if field == PER_MODULE else num_replicas, dtype=value.dtype),
             )
             for module in self.engine.modules
-            for field, value in self.engine.detector.state_dict().items()
+            for field, value in self.engine.decider.detector.state_dict().items()
         }
 
     def detector_state(self, columns: dict[str, ShardedTensor]) -> dict[str, torch.Tensor]:
         """`AnomalyDetector.state_dict()` from loaded columns: [R, M] each, [M] of majority_streak."""
         state = {}
-        for field in self.engine.detector.state_dict():
+        for field in self.engine.decider.detector.state_dict():
             parts = [columns[f"{module.key}.{field}"].data for module in self.engine.modules]
             assert all(part is not None for part in parts)
             state[field] = torch.cat(parts) if field == PER_MODULE else torch.stack(parts, dim=1)
@@ -206,7 +250,8 @@ class TrainingState:
         """Counters as JSON, the same on all ranks. Collective over `group`, all ranks."""
         mine = {
             "adam_step": self._adam_step(),
-            "steps_since_sync": self.engine.steps_since_sync,
+            "updates_since_sync": self.engine.updates_since_sync,
+            "inner_lr": self.engine.inner_lr,
             "grad_scalers": [
                 None
                 if part.grad_scaler is None
@@ -218,16 +263,48 @@ class TrainingState:
             ],
         }
         gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, mine, group=group)
+        dist.all_gather_object(gathered, (mine, self._modules_in_flight()), group=group)
         leaders = [ranks[0] for ranks in self.mesh.layout.replicas()]
         return {
             "trigger": self.engine.trigger.state_dict(),
-            "has_anchor": bool(self.engine.anchor),
-            "replicas": [gathered[rank] for rank in leaders],
+            "has_anchor": self.engine.has_anchor,
+            "has_errors": bool(self.engine.errors),
+            "edit_modules": self.engine.config.edit_modules,
+            "in_flight": {
+                "events": [
+                    {
+                        "index": event.decision.index,
+                        "iteration": event.decision.iteration,
+                        "apply_after": event.apply_after,
+                        "inner_lr": event.inner_lr,
+                    }
+                    for event in self.engine.events
+                ],
+                "modules": {key: entry for _, modules in gathered for key, entry in modules.items()},
+            },
+            "replicas": [gathered[rank][0] for rank in leaders],
         }
+
+    def _modules_in_flight(self) -> dict[str, Any]:
+        """What was decided on this stage's modules whose sync is under way; the same in all replicas."""
+        modules = {}
+        for module, pending in zip(self.engine.modules, self.engine.pending, strict=True):
+            if pending is not None:
+                decision, m = pending.event.decision, module.index
+                modules[module.key] = {
+                    "event": decision.index,
+                    "rolled_back": pending.rolled_back,
+                    "delayed": pending.event.apply_after is not None,
+                    "left_out": decision.verdict.left_out[:, m].tolist(),
+                    "norms": decision.norms[:, m].tolist(),
+                    "steps": decision.steps[:, m].tolist(),
+                    "weights": decision.weights[:, m].tolist(),
+                }
+        return modules
 
     def set_numbers(self, replica: dict[str, Any]) -> None:
         """Adam's step and loss scale of this rank from an entry of `numbers()["replicas"]`."""
+        self.engine.inner_lr = replica["inner_lr"]
         for module in self.engine.modules:
             for piece in module.slices:
                 inner = self._inner[id(piece.optimizer_parameter)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron_edit.config.derive import BatchPlan
 from megatron_edit.config.schema import Config, ModelConfig
 from megatron_edit.config.values import parse_split
-from megatron_edit.sync.methods import METHODS
 
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:
@@ -25,7 +24,7 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 def planned_syncs(config: Config) -> int:
     """Syncs up to the last iteration: after the synchronous warm-up, one every --edit-sync-interval."""
-    if config.edit.edit_method == "baseline" or config.training.train_iters is None:
+    if config.edit.edit_method in ("baseline", "a-edit") or config.training.train_iters is None:
         return 0
     return max(0, config.training.train_iters - config.edit.edit_warmup_steps) // config.edit.edit_sync_interval
 
@@ -63,10 +62,10 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> 
     ]
     if config.edit.edit_method == "baseline":
         lines.append("sync: baseline, gradients are averaged over all replicas in every step")
-    elif not METHODS[config.edit.edit_method].equal_steps:
+    elif config.edit.edit_method == "a-edit":
         lines.append(
-            f"sync: {config.edit.edit_method}, {min(config.edit.edit_warmup_steps, iters)} synchronous iterations, "
-            f"then every {config.edit.edit_sync_time:g} s, whatever steps the replicas have taken"
+            f"sync: a-edit, {config.edit.edit_warmup_steps} synchronous iterations, then a sync whenever "
+            f"{config.edit.edit_sync_time:g} seconds have passed; iterations are samples / global batch"
         )
     else:
         lines.append(

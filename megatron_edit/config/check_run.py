@@ -13,7 +13,6 @@ from megatron_edit.config.derive import schedule_lengths
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import flag_of, is_given, value_of
 from megatron_edit.config.values import parse_blend, parse_split
-from megatron_edit.sync.methods import METHODS
 
 NEED_MODEL_FILE = (
     "SentencePieceTokenizer",
@@ -28,16 +27,13 @@ def check_length(config: Config) -> Iterator[str]:
     """Exactly one of iterations and samples."""
     training = config.training
     iters_given, samples_given = is_given(config, "train_iters"), is_given(config, "train_samples")
-    if iters_given and samples_given:
+    if config.edit.edit_method == "a-edit":
+        if not samples_given and not iters_given:
+            yield "--edit-method a-edit needs --train-samples, for example --train-samples 10000"
+    elif iters_given and samples_given:
         yield (
             f"--train-iters {training.train_iters} and --train-samples {training.train_samples} are both "
             "given: give one"
-        )
-    elif iters_given and not METHODS[config.edit.edit_method].equal_steps:
-        samples = (training.train_iters or 0) * (training.global_batch_size or 1)
-        yield (
-            f"--train-iters {training.train_iters} with --edit-method {config.edit.edit_method}: its replicas take "
-            f"unequal numbers of steps, so give the length in samples: --train-samples {samples} would work"
         )
     elif not iters_given and not samples_given:
         yield "neither --train-iters nor --train-samples is given: give one, for example --train-iters 1000"

@@ -6,7 +6,10 @@ import re
 from collections.abc import Iterable
 from itertools import chain
 
+import psutil
+
 from megatron_edit.config.check_layout import check_batch, check_mesh, check_model, check_pipeline
+from megatron_edit.config.check_method import check_method, check_offload
 from megatron_edit.config.check_run import (
     check_data,
     check_device,
@@ -38,6 +41,8 @@ def check(config: Config, world_size: int, local_world_size: int, device: str) -
         check_batch(sane, world_size),
         check_pipeline(sane, world_size),
         check_model(sane),
+        check_method(sane),
+        check_offload(sane, world_size, local_world_size, psutil.virtual_memory().available),
         check_length(sane),
         check_schedule(sane),
         check_device(sane, device),

@@ -147,7 +147,7 @@ def _derived_method(config: Config) -> dict[str, Any]:
     if edit.edit_sync_interval == 0 and name == "edit":
         values["edit_method"] = name = "baseline"
     method = METHODS[name]
-    defaults = {
+    defaults: dict[str, Any] = {
         "edit_weighting": method.weighting,
         "edit_anomaly_threshold": method.anomaly_threshold,
         "edit_pseudo_grad_clip": method.pseudo_grad_clip,

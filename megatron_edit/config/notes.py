@@ -39,6 +39,8 @@ def _method_notes(config: Config) -> Iterator[str]:
         )
     if train_iters is None:
         return
+    if edit.edit_method == "a-edit":
+        return
     local_steps = train_iters - edit.edit_warmup_steps
     if local_steps <= 0 and train_iters > 0:
         yield (

@@ -124,7 +124,7 @@ class EditConfig:
     """The sync between replicas: EDiT (arXiv 2412.07210) and the methods that it is compared with (docs/methods.md)."""
 
     edit_method: str = setting(
-        "edit", "synchronisation method; its row in docs/methods.md gives the defaults of the settings below that say so",
+        "edit", "synchronisation method; docs/methods.md gives the defaults of the settings below that say so",
         choices=tuple(METHODS),
     )  # fmt: skip
     edit_sync_interval: int = setting(
@@ -132,12 +132,12 @@ class EditConfig:
         source="as in the paper's experiments",
     )  # fmt: skip
     edit_sync_time: float | None = setting(
-        None, "a-edit: seconds after its last sync from which a replica enters the next one (T); default 600", above=0,
+        None, "a-edit: seconds after its last sync from which on a replica enters the next (T); default 600", above=0,
         source="arXiv 2412.07210",
     )  # fmt: skip
     edit_min_total_steps: int = setting(
-        0, "a-edit: a sync before which all replicas together made fewer steps averages nothing; they go on as they are",
-        minimum=0,
+        0, "a-edit: a sync before which all replicas together made fewer steps averages nothing; they go on as they "
+        "are", minimum=0,
     )  # fmt: skip
     edit_step_weight_ratio: float = setting(
         0.5, "a-edit: part of a replica's weight that is its share of the steps; the rest is --edit-weighting",
@@ -150,8 +150,8 @@ class EditConfig:
         0, "first optimizer steps that run as ordinary synchronous data parallelism", minimum=0
     )
     edit_modules: str = setting(
-        "layer", "what is synchronised as one: a transformer layer, or its attention and its MLP apart (less to wait for at "
-        "the start of the forward pass, more messages)", choices=("layer", "sublayer"),
+        "layer", "what is synchronised as one: a transformer layer, or its attention and its MLP apart (less to wait "
+        "for at the start of the forward pass, more messages)", choices=("layer", "sublayer"),
     )  # fmt: skip
     edit_outer_lr: float | None = setting(
         None, "learning rate of the outer step (eta; slowmo: a); default: the method's", minimum=0,
@@ -162,8 +162,8 @@ class EditConfig:
         source="docs/methods.md",
     )  # fmt: skip
     edit_pseudo_grad_clip: float | None = setting(
-        None, "largest norm of a module's averaged pseudo gradient (phi); 0 = off; default 10 for edit and a-edit, else 0",
-        minimum=0, source="arXiv 2412.07210; the authors advise to try 1 and 10",
+        None, "largest norm of a module's averaged pseudo gradient (phi); 0 = off; default 10 for edit and a-edit, "
+        "else 0", minimum=0, source="arXiv 2412.07210; the authors advise to try 1 and 10",
     )  # fmt: skip
     edit_anomaly_threshold: float | None = setting(
         None, "a replica whose norm lies this many standard deviations above its own past is left out of the "
@@ -178,13 +178,13 @@ class EditConfig:
         20, "syncs that a detector watches before it may flag", minimum=3, source="ours"
     )
     edit_weighting: str | None = setting(
-        None, "weights of the replicas in the average: softmax of minus their norms, or equal; default softmax for edit "
-        "and a-edit, else mean", choices=("softmax", "mean"),
+        None, "weights of the replicas in the average: softmax of minus their norms, or equal; default softmax for "
+        "edit and a-edit, else mean", choices=("softmax", "mean"),
     )  # fmt: skip
     edit_softmax_temperature: float = setting(1.0, "temperature of the softmax weights (T)", above=0)
     edit_consensus: str = setting(
-        "none", "keep of each pseudo gradient only the elements whose sign the replicas agree on: the sign of the weighted "
-        "sum, or that of most replicas", choices=("none", "sum", "count"), source="the authors' own reducers",
+        "none", "keep of each pseudo gradient only the elements whose sign the replicas agree on: the sign of the "
+        "weighted sum, or that of most replicas", choices=("none", "sum", "count"), source="the authors' own reducers",
     )  # fmt: skip
     edit_sparsity: float = setting(
         0.0, "share of each pseudo gradient's elements that is dropped before the average; 0 = none", minimum=0, below=1
@@ -194,10 +194,12 @@ class EditConfig:
         choices=("magnitude", "random", "rescaled-random"), source="the authors' own reducers",
     )  # fmt: skip
     edit_inner_moments: str = setting(
-        "keep", "what a sync does to Adam's moments: leaves them local, or averages them too", choices=("keep", "average"),
-        source="arXiv 2412.07210 keeps them",
+        "keep", "what a sync does to Adam's moments: leaves them local, or averages them too",
+        choices=("keep", "average"), source="arXiv 2412.07210 keeps them",
     )  # fmt: skip
-    edit_inner_moments_interval: int = setting(1, "with --edit-inner-moments average: syncs from one to the next", minimum=1)
+    edit_inner_moments_interval: int = setting(
+        1, "with --edit-inner-moments average: syncs from one to the next", minimum=1
+    )
     edit_prefetch_depth: int = setting(
         1, "modules whose all-reduce is in flight ahead of the module that computes", minimum=1
     )
@@ -206,15 +208,16 @@ class EditConfig:
         "method's", choices=("forward", "step"),
     )  # fmt: skip
     edit_num_fragments: int | None = setting(
-        None, "streaming: parts of the model that synchronise at different steps of the interval; default: every module is "
-        "one, as far as the interval has steps", minimum=1,
+        None, "streaming: parts of the model that synchronise at different steps of the interval; default: every "
+        "module is one, as far as the interval has steps", minimum=1,
     )  # fmt: skip
     edit_sync_delay: int = setting(
         0, "streaming: steps during which a module's all-reduce runs before its result is applied (D)", minimum=0
     )
     edit_mixing_alpha: float | None = setting(
-        None, "streaming with a delay: local := alpha local + (1 - alpha) synchronised; default: the local progress since "
-        "the launch is kept on top", minimum=0, below=1, source="Streaming DiLoCo, arXiv 2501.18512; the default is ours",
+        None, "streaming with a delay: local := alpha local + (1 - alpha) synchronised; default: the local progress "
+        "since the launch is kept on top", minimum=0, below=1,
+        source="Streaming DiLoCo, arXiv 2501.18512; the default is ours",
     )  # fmt: skip
     edit_co2_gap_penalty: float = setting(1.0, "co2: divisor of the pseudo gradient (Lambda)", above=0, source="ours")
     edit_co2_momentum_clip: float = setting(

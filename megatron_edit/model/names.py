@@ -47,14 +47,24 @@ def canonical_name(chunk: nn.Module, name: str) -> str:
     return name
 
 
-def module_key(canonical: str) -> str:
+def module_key(canonical: str, modules: str = "layer") -> str:
     """Module of the sync that a canonical name belongs to: "embedding", "layers.N" or "head".
 
-    A tied matrix is in "embedding" on both stages; "head" is then the final norm alone.
+    A tied matrix is in "embedding" on both stages; "head" is then the final norm alone. With `modules` "sublayer" a
+    layer is two, "layers.N.attention" and "layers.N.mlp", each with the norm before it.
     """
     if canonical == EMBEDDING:
         return "embedding"
     if match := _LAYER.fullmatch(canonical):
-        return f"layers.{match[1]}"
+        if modules == "layer":
+            return f"layers.{match[1]}"
+        in_mlp = match[2].startswith(("mlp.", "pre_mlp_layernorm."))
+        return f"layers.{match[1]}.{'mlp' if in_mlp else 'attention'}"
     assert canonical in (HEAD, FINAL_NORM), canonical
     return "head"
+
+
+def module_keys(num_layers: int, modules: str = "layer") -> list[str]:
+    """All modules of the whole model, in forward order."""
+    parts = [""] if modules == "layer" else [".attention", ".mlp"]
+    return ["embedding", *(f"layers.{n}{part}" for n in range(num_layers) for part in parts), "head"]

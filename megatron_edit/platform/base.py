@@ -38,6 +38,14 @@ class Platform(ABC):
         """The stream of the sync group's copies and kernels, always the same one."""
 
     @abstractmethod
+    def copy_stream(self) -> Any:
+        """The stream of copies between host and device that run beside computation and sync, always the same one."""
+
+    @abstractmethod
+    def used_on_current_stream(self, tensor: torch.Tensor) -> None:
+        """`tensor` was allocated on another stream: its memory is not given away before the current one is done."""
+
+    @abstractmethod
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Context in which `stream` is the current stream."""
 

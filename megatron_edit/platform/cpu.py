@@ -125,6 +125,12 @@ class CpuPlatform(Platform):
     def sync_stream(self) -> Stream:
         return _STREAM
 
+    def copy_stream(self) -> Stream:
+        return _STREAM
+
+    def used_on_current_stream(self, tensor: torch.Tensor) -> None:
+        """Nothing: there is one stream."""
+
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         return contextlib.nullcontext(stream)
 

@@ -67,6 +67,7 @@ class CudaPlatform(Platform):
             )
         self.device = torch.device("cuda", local_rank)
         self._sync_stream: torch.cuda.Stream | None = None
+        self._copy_stream: torch.cuda.Stream | None = None
 
     def initialize(self) -> None:
         quiet_megatron_warnings()
@@ -76,6 +77,14 @@ class CudaPlatform(Platform):
         if self._sync_stream is None:
             self._sync_stream = torch.cuda.Stream(self.device)
         return self._sync_stream
+
+    def copy_stream(self) -> torch.cuda.Stream:
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(self.device)
+        return self._copy_stream
+
+    def used_on_current_stream(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
         return torch.cuda.stream(stream)

@@ -88,25 +88,34 @@ class AnomalyDetector:
         self._streak = torch.zeros_like(self._accepted)  # flags in a row
         self._majority_streak = self._streak.new_zeros(num_modules)  # syncs in a row, most replicas flagged
 
-    def observe(self, norms: Tensor, stepped: Tensor) -> DetectorVerdict:
+    def observe(self, norms: Tensor, stepped: Tensor, due: Tensor | None = None) -> DetectorVerdict:
         """Judges the norms of one sync, then lets the healthy ones enter the statistics.
 
-        norms    float64 [R, M], L2 norm of each replica's Delta of each module
-        stepped  bool [R], whether the replica made a step since its last sync
+        norms    float64 [R, M], L2 norm of each replica's Delta of each module; of a module that is not due: anything
+        stepped  bool [R] or [R, M], whether the replica made a step since its last sync (of that module)
+        due      bool [M], the modules that this sync is of; None: all. The others are not judged: nothing is true of
+                 them in the verdict, and nothing of their detectors changes
         """
         assert norms.shape == self._mean.shape and norms.dtype == torch.float64, (norms.shape, norms.dtype)
-        assert stepped.shape == norms.shape[:1] and stepped.dtype == torch.bool, (norms.shape, stepped)
-        non_finite = ~norms.isfinite()  # [R, M]
-        observed = stepped[:, None] & ~non_finite  # [R, M]
+        assert stepped.dtype == torch.bool and stepped.shape in (norms.shape, norms.shape[:1]), (norms.shape, stepped)
+        if stepped.dim() == 1:
+            stepped = stepped[:, None]
+        if due is None:
+            due = torch.ones_like(self._majority_streak, dtype=torch.bool)
+        assert due.shape == norms.shape[1:] and due.dtype == torch.bool, (norms.shape, due)
+        non_finite = due & ~norms.isfinite()  # [R, M]
+        observed = due & stepped & norms.isfinite()  # [R, M]
         flagged = self._exceeds(norms) & observed
         self._accept(norms, observed & ~flagged)
 
         # A sync that says nothing about a replica neither ends nor lengthens its row of flags.
         self._streak = torch.where(observed, torch.where(flagged, self._streak + 1, 0), self._streak)
         most = 2 * flagged.sum(0) > norms.shape[0]  # [M]
-        self._majority_streak = torch.where(most, self._majority_streak + 1, 0)
+        majority_streak = torch.where(most, self._majority_streak + 1, 0)
+        self._majority_streak = torch.where(due, majority_streak, self._majority_streak)
         restarted = self._majority_streak >= RESTART_AFTER  # [M]
-        verdict = DetectorVerdict(flagged, non_finite, ~observed | flagged, restarted, self._streak)
+        left_out = due & (~observed | flagged)
+        verdict = DetectorVerdict(flagged, non_finite, left_out, restarted, self._streak)
         self._restart(restarted)
         return verdict
 

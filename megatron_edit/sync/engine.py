@@ -1,20 +1,22 @@
-"""EDiT on one replica's modules: decide after a step, then complete module by module inside the next forward pass.
+"""The sync of one replica's modules with the other replicas: every method of `methods.py` on one engine.
 
-    after_step      the trigger; when a sync is due, one vector of norms is exchanged and every weight, flag and
-                    rollback is known, before the forward pass needs them
-    launch_after    pseudo gradient of the next modules -> asynchronous all-reduce over the sync group
-    complete        wait, clip, outer Nesterov step on the anchor, local parameters := anchor
+    after_step    the trigger; when a sync is due, one small exchange of norms and step counts tells every rank all
+                  weights, flags and rollbacks (`decide`), and the first pseudo gradients set out (`launch`)
+    hooks         with placement "forward": as the forward pass reaches a module its sync is completed (`complete`) and
+                  the modules after it are launched
+    complete      wait, clip, outer step on the anchor, local parameters := anchor
 
-`ModuleBucketGroup` calls the last two as the forward pass reaches each module, so the trainer calls `after_step` and
-nothing else. All steps and formulas: arXiv 2412.07210; where this project decided, the docstring says ours.
+With a delay, a module is completed so many steps later; with placement "round", at the next sync. The trainer calls
+`after_step` and nothing else (and `begin_sync`, if it can update the first modules before the others).
+Formulas: arXiv 2412.07210 and docs/methods.md; where this project decided, the docstring says ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,63 +24,45 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_edit.config.schema import EditConfig
 from megatron_edit.parallel.mesh import Mesh
-from megatron_edit.sync.detector import AnomalyDetector, DetectorVerdict
-from megatron_edit.sync.methods import get_method
+from megatron_edit.sync.compression import codec_of
+from megatron_edit.sync.decide import Decider
+from megatron_edit.sync.event import Meeting, Pending, SyncDecision, SyncEvent, SyncResult
+from megatron_edit.sync.methods import Method, get_method
 from megatron_edit.sync.modules import GradientReducer, ModuleShard, ReplicaDataParallel, collect_modules
 from megatron_edit.sync.notices import SyncWarnings
-from megatron_edit.sync.outer import nesterov_step_
-from megatron_edit.sync.penalty import clip_coefficient, replica_weights
+from megatron_edit.sync.outer import OUTER_STEPS, OuterSettings
+from megatron_edit.sync.outer_state import HostOuterState, OuterState, ShardedOuterState
+from megatron_edit.sync.penalty import clip_coefficient
+from megatron_edit.sync.reducers import sparsify_
 from megatron_edit.sync.transport import SyncTransport
 from megatron_edit.sync.trigger import StepTrigger, TimeTrigger, Trigger
 
 Observer = Callable[[str, ModuleShard], None]
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class SyncDecision:
-    """What all replicas know of one sync before any parameter travels. M: this stage's modules."""
-
-    index: int  # 1 for the first sync
-    iteration: int  # optimizer steps before it
-    norms: torch.Tensor  # [R, M] fp64, G of arXiv 2412.07210
-    stepped: torch.Tensor  # [R] bool
-    verdict: DetectorVerdict
-    weights: torch.Tensor  # [R, M] fp64, 0 where left out
-    rolled_back: torch.Tensor  # [M] bool: every replica left out
+class NonFiniteSyncError(RuntimeError):
+    """Every replica is non-finite in a module, and the method keeps no anchor to go back to."""
 
 
-@dataclass(frozen=True)
-class SyncResult:
-    """One completed sync, as this rank saw it."""
-
-    decision: SyncDecision
-    clip_coefficients: torch.Tensor  # [M] fp64; 1 where rolled back
-    bytes_sent: int
-    exposed_ms: float
-    total_ms: float  # from the decision to the last module's update
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """All replicas have met: a sync was decided (or, too early for it, put off), and these are its step counts."""
-
-    index: int  # of the sync, 1 for the first
-    steps: tuple[int, ...]  # [R] iterations of each replica since the meeting before, or since the warm-up ended
-    averaged: bool  # False: fewer steps than --edit-min-total-steps, the replicas go on as they are
-
-
-@dataclass
-class _Pending:
-    """State of one module between the decision and its update."""
-
-    weight: float
-    rolled_back: bool
-    buffer: torch.Tensor | None = None
-    work: dist.Work | None = None
+def build_trigger(config: EditConfig, method: Method, num_modules: int) -> Trigger:
+    """The trigger of `method`; a method without local steps never leaves its warm-up."""
+    warmup_steps = config.edit_warmup_steps if method.is_local else None
+    if method.trigger == "time":
+        assert config.edit_sync_time is not None, "the config is not resolved"
+        return TimeTrigger(config.edit_sync_time, warmup_steps)
+    interval, fragments = max(config.edit_sync_interval, 1), 1
+    if method.trigger == "staggered":
+        fragments = config.edit_num_fragments or min(num_modules, interval)
+    return StepTrigger(interval, warmup_steps, fragments)
 
 
 class SyncEngine:
-    """The sync of one rank's modules with the other replicas."""
+    """The sync of one rank's modules with the other replicas.
+
+    module_keys  all modules of the whole model, in forward order (`model.names.module_keys`)
+    seed         of the random sparsification
+    """
 
     def __init__(
         self,
@@ -87,6 +71,9 @@ class SyncEngine:
         chunks: list[ReplicaDataParallel],
         optimizer: MegatronOptimizer,
         reducer: GradientReducer,
+        *,
+        module_keys: Sequence[str],
+        seed: int = 0,
         observer: Observer | None = None,
     ) -> None:
         self.config = config
@@ -94,42 +81,48 @@ class SyncEngine:
         self.chunks = chunks
         self.method = get_method(config.edit_method)
         self.modules = collect_modules(chunks, optimizer, mesh)
-        self.transport = SyncTransport(mesh.platform, mesh.sync_group, mesh.sync_control_group)
-        warmup_steps = config.edit_warmup_steps if self.method.is_local else None
-        self.trigger: Trigger
-        if self.method.trigger == "time":
-            assert config.edit_sync_time is not None
-            self.trigger = TimeTrigger(config.edit_sync_time, warmup_steps)
-        else:
-            self.trigger = StepTrigger(max(config.edit_sync_interval, 1), warmup_steps)
-        self.detector = AnomalyDetector(
-            mesh.num_replicas,
-            len(self.modules),
-            threshold=config.edit_anomaly_threshold,
-            alpha=config.edit_anomaly_alpha,
-            warmup=config.edit_anomaly_warmup_syncs,
+        self.trigger = build_trigger(config, self.method, len(module_keys))
+        self.num_fragments = self.trigger.num_fragments if isinstance(self.trigger, StepTrigger) else 1
+        for module in self.modules:
+            module.fragment = module_keys.index(module.key) * self.num_fragments // len(module_keys)
+        self.transport = SyncTransport(
+            mesh.platform,
+            mesh.sync_group,
+            mesh.sync_control_group,
+            codec=None if config.edit_comm_dtype == "fp32" else codec_of(config.edit_comm_dtype),
+            consensus=config.edit_consensus,
         )
-        self.anchor: list[torch.Tensor] = []  # per module [numel] fp32; empty until the warm-up has ended
-        self.outer_momentum: list[torch.Tensor] = []
+        self.outer_state = self._build_outer_state()
+        self.decider = Decider(config, self.method, mesh.num_replicas, len(self.modules))
+        self.errors: list[torch.Tensor] = []  # [numel] fp32 of each module: what compression has not sent yet
         self.last_decision: SyncDecision | None = None
+        self.pending: list[Pending | None] = [None] * len(self.modules)
+        self.events: list[SyncEvent] = []  # in progress, oldest first
+        self.updates = 0  # steps that changed this replica's parameters
+        self.updates_at_sync = [0] * self.num_fragments
         self._optimizer = optimizer
         self._reducer = reducer
         self._observer = observer
-        self._pending: list[_Pending | None] = [None] * len(self.modules)
-        self._launched = len(self.modules)  # modules before this index have been launched
+        self._seed = seed
+        self._order: list[int] = []  # indices of the modules of the syncs in the forward pass, in forward order
+        self._launched = 0  # so many of them are
         self._free_buffers: dict[int, list[torch.Tensor]] = {}
-        self._clip_coefficients: list[torch.Tensor] = []
-        self._decided_at: Any = None
-        self._steps_since_sync = 0
-        self._completed_at: Any = None
-        self._result: SyncResult | None = None
+        self._begun: tuple[SyncEvent | None, Meeting, list[ModuleShard]] | None = None
+        self.inner_lr = 0.0  # of the last step
+        self._finished: list[SyncEvent] = []  # complete; their times are read when the device has done the step
         self._warnings = SyncWarnings([module.key for module in self.modules], mesh.num_replicas)
         self._warning_lines: list[str] = []
         for module in self.modules:
             module.bucket_group.sync = self
         self._reducer.enabled = self.trigger.in_warmup and mesh.num_replicas > 1
         if not self.trigger.in_warmup:
-            self._set_anchor()
+            self._leave_warmup()
+
+    def _build_outer_state(self) -> OuterState:
+        platform = self.mesh.platform
+        if self.method.shards_over_sync:
+            return ShardedOuterState(self.modules, platform, self.transport)
+        return (HostOuterState if self.config.edit_cpu_offload else OuterState)(self.modules, platform)
 
     # ---- called by the trainer -------------------------------------------------------------------------------
 
@@ -145,100 +138,177 @@ class SyncEngine:
         `learning_rate`: the step's; `asked`: what the replica agreed on, see `Trigger.wants_sync`. Returns what the
         replicas learnt of each other when a sync was due.
         """
-        self._steps_since_sync += int(updated)
-        steps_since_meeting = self.trigger.steps_since_sync + 1
+        self.inner_lr = learning_rate
+        self.updates += int(updated)
+        steps = self.trigger.steps_since_sync + 1
         step = self.trigger.advance(asked)
+        self._finish_events_of_other_stages()
         if step.set_anchor:
-            self._set_anchor()
-            self._reducer.enabled = False
-            self._steps_since_sync = 0
-        if not step.due:
-            return None
-        self.drain()  # only ever something to do when no forward pass came between
-        steps = self._decide(step.syncs, steps_since_meeting)
-        averaged = any(self._pending)
-        if averaged and self.config.edit_sync_placement == "step":
-            self._sync_blocking()
-        elif averaged:
-            self._launch_through(self.config.edit_prefetch_depth)
-        self.trigger.restart_clock()
-        return Meeting(step.syncs, steps, averaged)
+            self._leave_warmup()
+        self._complete_delayed(step.step)
+        return self._meet(step.due, steps) if step.due else None
+
+    def leading_modules(self, asked: bool = False) -> list[ModuleShard]:
+        """Modules whose sync is due after the step in progress and sets out at once: it may begin before the others'.
+
+        [] when none is, or when nothing is won: the trainer then updates all parameters, and calls `after_step`.
+        """
+        trigger, config = self.trigger, self.config
+        if trigger.in_warmup or config.edit_sync_placement != "forward" or config.edit_sync_delay:
+            return []
+        due = trigger.due_after(trigger.steps + 1, asked)
+        return [module for module in self.modules if module.fragment in due][: config.edit_prefetch_depth + 1]
+
+    @torch.no_grad()
+    def begin_sync(self, modules: list[ModuleShard]) -> None:
+        """Decides and launches `leading_modules()`, whose parameters are updated, while the others are yet to be.
+
+        The step must be one that updates; `after_step` follows. The first messages so travel during the update.
+        """
+        assert self._begun is None
+        self.drain()
+        trigger = self.trigger
+        self.updates += 1
+        event, meeting = self._decide(
+            modules, trigger.syncs + 1, trigger.steps + 1, steps=trigger.steps_since_sync + 1, keep=len(modules)
+        )
+        self.updates -= 1
+        if event is not None:
+            event.in_forward = True
+            self._order, self._launched = [module.index for module in modules], 0
+            self._launch_first(len(modules))
+        self._begun = event, meeting, modules
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Completes a due sync now: before an evaluation, a save or the end."""
-        if any(self._pending):
+        """Completes a due sync now: before an evaluation, a save or the end. A delayed one is left alone."""
+        if any(pending is not None and pending.event.in_forward for pending in self.pending):
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
+        self._finish_events_of_other_stages()
 
     @contextmanager
     def anchor_weights(self) -> Iterator[None]:
         """The model computes with the anchor inside; the local parameters come back bit for bit.
 
-        In warm-up and `baseline`, which have no anchor, the current parameters are used.
+        In warm-up and `baseline` the current parameters are used; by a method that keeps no anchor, the plain mean of
+        the replicas' parameters.
         """
         self.drain()
         for chunk in self.chunks:
             chunk.disable_forward_pre_hook(param_sync=True)
-        local = [[piece.model.clone() for piece in module.slices] for module in self.modules if self.anchor]
-        for module, anchor in zip(self.modules, self.anchor, strict=False):
-            self._write_model(module, module.views(anchor))
-        if self.anchor:
+        differ = not self.trigger.in_warmup
+        local = [[piece.model.clone() for piece in module.slices] for module in self.modules if differ]
+        if differ:
+            for module in self.modules:
+                self._write_model(module, module.views(self.agreed_parameters(module)))
+                self.outer_state.release(module)
             self._gather_parameters()
         try:
             yield
         finally:
             for module, pieces in zip(self.modules, local, strict=False):
                 self._write_model(module, pieces)
-            if self.anchor:
+            if differ:
                 self._gather_parameters()
             for chunk in self.chunks:
                 chunk.enable_forward_pre_hook()
 
     @torch.no_grad()
+    def agreed_parameters(self, module: ModuleShard) -> torch.Tensor:
+        """[numel] fp32: the anchor, or where the method keeps none the mean over the replicas; not in the warm-up.
+
+        Collective over the sync group for methods without an anchor, and for one that is dealt out over the replicas.
+        """
+        if self.method.has_anchor:
+            return self.outer_state.anchor(module)
+        mean = torch.empty(module.numel, dtype=torch.float32, device=self.mesh.platform.device)
+        module.copy_masters_to(mean)
+        mean.div_(self.mesh.num_replicas)
+        if (handle := self.transport.all_reduce(mean)) is not None:
+            handle.wait()
+        return mean
+
+    @torch.no_grad()
     def sync_now(self) -> None:
-        """One more sync, whatever the trigger says: the last one of a run, before the final weights are written."""
+        """One more sync, whatever the trigger says, and nothing in flight after it: the end of a run."""
         self.drain()
-        if self.anchor and self._steps_since_sync_anywhere():
-            self.trigger.syncs += 1
-            self._decide(self.trigger.syncs)
-            self.drain()
-
-    def take_result(self) -> SyncResult | None:
-        """The sync that was completed since the last call, once. Waits for the device, which a step has just done."""
-        self._close_result()
-        result, self._result = self._result, None
-        return result
-
-    def _close_result(self) -> None:
-        """Reads what a completed sync has left behind, before the next one overwrites it."""
-        if self._completed_at is None:
+        if self.trigger.in_warmup:
             return
-        assert self.last_decision is not None
-        bytes_sent, exposed_ms = self.transport.take_traffic()
-        self._result = SyncResult(
-            decision=self.last_decision,
-            clip_coefficients=torch.stack([beta.cpu() for beta in self._clip_coefficients]),
-            bytes_sent=bytes_sent,
-            exposed_ms=exposed_ms,
-            total_ms=self._decided_at.elapsed_time(self._completed_at),
-        )
-        self._completed_at = None
+        if self.config.edit_sync_delay:
+            self._complete_in_flight()
+        if self._updates_since_sync_anywhere():
+            steps = self.trigger.steps_since_sync
+            self.trigger.syncs += 1
+            self.trigger.last_sync_step = self.trigger.steps
+            everything = tuple(range(self.num_fragments))
+            self._meet(everything, steps, at_end=True)
+        self._complete_in_flight()
+        self.drain()
+
+    @torch.no_grad()
+    def _complete_in_flight(self) -> None:
+        for module in self.modules:
+            if (pending := self.pending[module.index]) is not None:
+                self._apply(module, pending)
+        self._finish(self.events)
+
+    def take_results(self) -> list[SyncResult]:
+        """The syncs that were completed since the last call. Waits for the device, which a step has just done.
+
+        A sync ends after the same step on all ranks, so all take it at the same call.
+        """
+        if self._finished:
+            self.mesh.platform.synchronize()
+        results = [event.result() for event in self._finished]
+        self._finished = []
+        return results
 
     def take_warnings(self) -> list[str]:
         """Lines on this stage's modules since the last call, for one rank of the stage to print."""
         lines, self._warning_lines = self._warning_lines, []
         return lines
 
+    # ---- state, for checkpoints ------------------------------------------------------------------------------
+
     @property
-    def steps_since_sync(self) -> int:
-        """Steps of this replica that changed its parameters since the last completed sync."""
-        return self._steps_since_sync
+    def has_anchor(self) -> bool:
+        """Whether there is an anchor now."""
+        return self.outer_state.exists
+
+    @property
+    def anchor(self) -> list[torch.Tensor]:
+        """[numel] fp32 of each module, [] in the warm-up. Of `co2-sharded` a gathered copy, collective."""
+        return self.outer_state.anchors
+
+    @property
+    def outer_momentum(self) -> list[torch.Tensor]:
+        """As `anchor`."""
+        return self.outer_state.momenta
+
+    @property
+    def updates_since_sync(self) -> list[int]:
+        """For each fragment, updates of this replica since its last sync."""
+        return [self.updates - at for at in self.updates_at_sync]
+
+    @property
+    def replicas_agree(self) -> bool:
+        """Whether all replicas hold the same parameters and nothing is under way; the same on every rank."""
+        if self.trigger.in_warmup:
+            return True
+        return self.num_fragments == 1 and self.trigger.steps_since_sync == 0 and not self.events
 
     def ensure_anchor(self) -> None:
         """Anchor and outer momentum exist afterwards, for a checkpoint to be read into them."""
-        if not self.anchor:
-            self._allocate_anchor()
+        if self.method.has_anchor and not self.outer_state.exists:
+            self.outer_state.allocate()
+        self.ensure_errors()
+
+    def ensure_errors(self) -> None:
+        """What compression carries over exists afterwards, as zeros if it is new."""
+        if self.transport.codec is not None and not self.errors:
+            device = self.mesh.platform.device
+            self.errors = [torch.zeros(module.numel, dtype=torch.float32, device=device) for module in self.modules]
 
     @torch.no_grad()
     def resume(
@@ -246,183 +316,408 @@ class SyncEngine:
         trigger: dict[str, int | None],
         *,
         detector: dict[str, torch.Tensor] | None = None,
-        steps_since_sync: int = 0,
+        updates_since_sync: Sequence[int] = (),
         has_anchor: bool = False,
     ) -> None:
         """Goes on from saved counters, when masters and, with `has_anchor`, anchor and outer momentum are loaded.
 
         Without an anchor, outside the warm-up, the masters become it. `detector`: its state for this stage's modules;
-        None starts it anew. Collective. Raises ValueError as `StepTrigger.load_state_dict` does.
+        None starts it anew. Collective. Raises ValueError as `Trigger.load_state_dict` does.
         """
         self.trigger.load_state_dict(trigger)
         if detector is not None:
-            self.detector.load_state_dict(detector)
-        self._steps_since_sync = steps_since_sync
+            self.decider.detector.load_state_dict(detector)
+        since = list(updates_since_sync) or [0]
+        if len(since) != self.num_fragments:  # --edit-num-fragments has changed
+            since = [max(since)] * self.num_fragments
+        self.updates = max(since)
+        self.updates_at_sync = [self.updates - count for count in since]
         self._reducer.enabled = self.trigger.in_warmup and self.mesh.num_replicas > 1
-        if not has_anchor and not self.trigger.in_warmup:
-            self._set_anchor()
+        if not has_anchor and not self.trigger.in_warmup and self.method.has_anchor:
+            self._leave_warmup()
+        elif not self.trigger.in_warmup:
+            self.ensure_errors()
+
+    def take_up(self, event: SyncEvent, pending: dict[int, Pending]) -> None:
+        """Adds a sync that a checkpoint has left under way: its modules, by index."""
+        event.modules_left = len(pending)
+        self.events.append(event)
+        for index, entry in pending.items():
+            self.pending[index] = entry
 
     # ---- called by the bucket groups, as the forward pass reaches their modules ----------------------------------
 
     @torch.no_grad()
     def launch_after(self, module: ModuleShard, *, computes: bool) -> None:
         """Launch the modules after `module`; one more when `module` computes now instead of the one before it."""
-        self._launch_through(module.index + self.config.edit_prefetch_depth + int(computes))
+        if self._launched < len(self._order):
+            reached = bisect_right(self._order, module.index)
+            self._launch_first(reached + self.config.edit_prefetch_depth + int(computes))
 
     @torch.no_grad()
     def complete(self, module: ModuleShard) -> None:
-        """Outer step of `module` with the averaged pseudo gradient; nothing to do unless its sync is pending."""
-        pending = self._pending[module.index]
-        if pending is None:
+        """Outer step of `module` with the averaged pseudo gradient; nothing to do unless its sync is due now."""
+        pending = self.pending[module.index]
+        if pending is None or not pending.event.in_forward:
             return
-        self._launch_through(module.index)
-        anchor, momentum = self.anchor[module.index], self.outer_momentum[module.index]
-        platform = self.mesh.platform
-        started = platform.record_event()
-        with platform.stream(platform.sync_stream()):
-            if not pending.rolled_back:
-                assert pending.buffer is not None
-                if pending.work is not None:
-                    pending.work.wait()
-                beta = self.clip_coefficient_of(module, pending.buffer)
-                self._clip_coefficients[module.index] = beta
-                nesterov_step_(
-                    anchor, momentum, pending.buffer, beta,
-                    self.config.edit_outer_lr, self.config.edit_outer_momentum,
-                )  # fmt: skip
-                self._free_buffers.setdefault(pending.buffer.numel(), []).append(pending.buffer)
-            module.write_masters(anchor)
-            updated = platform.record_event()
-        platform.wait_event(updated)
-        self.transport.add_exposed(started, platform.record_event())
-        self._pending[module.index] = None
-        self._observe("complete", module)
-        if not any(self._pending):
-            self._completed_at = platform.record_event()
+        self._launch_first(bisect_right(self._order, module.index))
+        self._apply(module, pending)
+        if not pending.event.modules_left:
+            self._finish([pending.event])
 
     # ---- the sync ------------------------------------------------------------------------------------------------
 
-    def _decide(self, index: int, steps_since_meeting: int | None = None) -> tuple[int, ...]:
-        """Exchange norms and step counts; weights, flags and rollbacks follow on every rank alike.
+    def _meet(self, due: tuple[int, ...], steps: int, *, at_end: bool = False) -> Meeting:
+        """Decides the sync of the fragments `due` and sends their modules out, or, blocking, completes them."""
+        config, step = self.config, self.trigger.steps
+        modules = [module for module in self.modules if module.fragment in due]
+        delayed = bool(config.edit_sync_delay) and not at_end
+        in_forward = config.edit_sync_placement == "forward" and not delayed and not at_end
+        in_rounds = self.method.placement == "round"
+        if self._begun is None:
+            self.drain()  # only ever something to do when no forward pass came between
+            self._launched = 0
+            keep = len(modules) if delayed or in_rounds else config.edit_prefetch_depth + 1 if in_forward else 0
+            event, meeting = self._decide(modules, self.trigger.syncs, step, steps=steps, keep=keep, at_end=at_end)
+        else:
+            event, meeting, leading = self._begun
+            self._begun = None
+            if event is not None:
+                rest = [module for module in modules if module not in leading]
+                self._decide(rest, event.decision.index, step, steps=steps, event=event)
+        self.trigger.restart_clock()
+        if event is None:
+            return meeting
+        for fragment in due:
+            self.updates_at_sync[fragment] = self.updates
+        decision = self.last_decision = event.decision
+        self._warning_lines += self._warnings.after_sync(
+            decision.index, decision.verdict, decision.weights, decision.rolled_back
+        )
+        if in_rounds:
+            self._next_round(event, modules)
+        elif delayed:
+            event.apply_after = step + config.edit_sync_delay
+            for module in modules:
+                self._launch(module)
+        elif in_forward:
+            event.in_forward = True
+            self._order = [module.index for module in modules]
+            self._launch_first(config.edit_prefetch_depth + 1)
+        else:  # the naive twin of the sync in the forward pass: the same two calls per module, one after the other
+            for module in modules:
+                self._launch(module)
+                self._apply(module, self.pending[module.index])
+            self._finish([event])
+        return meeting
 
-        Returns the steps of each replica since the meeting before. With `steps_since_meeting` (of this replica) and
-        fewer of all than --edit-min-total-steps nothing else happens.
+    def _decide(
+        self,
+        modules: list[ModuleShard],
+        index: int,
+        iteration: int,
+        *,
+        steps: int,
+        keep: int = 0,
+        event: SyncEvent | None = None,
+        at_end: bool = False,
+    ) -> tuple[SyncEvent | None, Meeting]:
+        """Exchanges norms and step counts; weights, flags and rollbacks follow on every rank alike.
+
+        `steps`: iterations of this replica since the last meeting. The pseudo gradients of the first `keep` modules are
+        kept: they are launched at once. `event`: the sync whose first modules were decided before.
         """
-        self._close_result()  # with an interval of 1 the sync before has ended in this step
-        self._decided_at = self.mesh.platform.record_event()
-        squares = torch.stack([self._pseudo_gradient_square_sum(module) for module in self.modules])  # [M]
+        decided_at = self.mesh.platform.record_event()
+        norms, buffers = self._measure(modules, keep)
+        since = [float(self.updates - self.updates_at_sync[module.fragment]) for module in modules]
+        total = float(self.updates - self.updates_at_sync[0])
+        mine = torch.cat([norms, torch.tensor([*since, total, float(steps)], dtype=torch.float64)])
+        gathered = self.transport.all_gather(mine)  # [R, 2 m + 2]
+        norms, updates = gathered[:, : len(modules)], gathered[:, len(modules) : -2].long()
+        enough = at_end or int(gathered[:, -2].sum()) >= self.config.edit_min_total_steps
+        meeting = Meeting(index, tuple(int(count) for count in gathered[:, -1]), averaged=enough)
+        if not enough:
+            self._free(*buffers)
+            return None, meeting
+        decision = self.decider.decide(index, iteration, [module.index for module in modules], norms, updates)
+        if event is None:
+            ones = [torch.ones((), dtype=torch.float64) for _ in self.modules]
+            event = SyncEvent(decision, decided_at, ones, inner_lr=self.inner_lr)
+            self.events.append(event)
+        else:
+            event.decision = event.decision.merged(decision)
+        event.modules_left += len(modules)
+        self._refuse_without_anchor(decision)
+        self._zero_moments_of_non_finite(decision)
+        replica = self.mesh.replica
+        for module in modules:
+            m = module.index
+            pending = Pending(
+                event,
+                weight=float(decision.weights[replica, m]),
+                rolled_back=bool(decision.rolled_back[m]),
+                kept=not bool(decision.verdict.left_out[replica, m]),
+                buffer=buffers.pop(0) if buffers else None,
+                previous=self.pending[m],
+            )
+            self.pending[m] = pending
+        return event, meeting
+
+    def _measure(self, modules: list[ModuleShard], keep: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(norms [m] fp64 on the CPU, pseudo gradients of the first `keep` modules [numel] fp32 each)."""
+        squares, buffers = [], []
+        for position, module in enumerate(modules):
+            if position + 1 < len(modules):
+                self.outer_state.prefetch(modules[position + 1])
+            buffer = self._pseudo_gradient(module)
+            squares.append(module.counted_square_sum(buffer))
+            if position < keep:
+                buffers.append(buffer)
+            else:
+                self._free(buffer)
+            self.outer_state.release(module)
+        if not squares:
+            return torch.zeros(0, dtype=torch.float64), []
+        total = torch.stack(squares)  # [m]
         if self.mesh.norm_group.size() > 1:
-            dist.all_reduce(squares, group=self.mesh.norm_group)
-        counts = torch.tensor([self._steps_since_sync, steps_since_meeting or 0], dtype=torch.float64)
-        gathered = self.transport.all_gather(torch.cat([squares.sqrt().cpu(), counts]))  # [R, M + 2]
-        norms, steps, met = gathered[:, :-2], gathered[:, -2], tuple(int(n) for n in gathered[:, -1].tolist())
-        if steps_since_meeting is not None and sum(met) < self.config.edit_min_total_steps:
-            return met
-        stepped = steps > 0
-        unequal = not self.method.equal_steps
-        verdict = self.detector.observe(norms / steps.clamp(min=1).sqrt()[:, None] if unequal else norms, stepped)
-        weights = replica_weights(
-            norms, verdict.left_out, self.config.edit_weighting, self.config.edit_softmax_temperature
-        )
-        if unequal:
-            shares = torch.where(verdict.left_out, 0.0, steps[:, None])  # [R, M]
-            ratio = self.config.edit_step_weight_ratio
-            weights = (1 - ratio) * weights + ratio * shares / shares.sum(dim=0).clamp(min=1)
-        rolled_back = verdict.left_out.all(dim=0)  # [M]
-        self.last_decision = SyncDecision(
-            index, self.trigger.steps, norms, stepped, verdict, weights, rolled_back
-        )
-        self._warning_lines += self._warnings.after_sync(index, verdict, weights, rolled_back)
-        self._zero_moments_of_non_finite(verdict)
-        mine_weights = weights[self.mesh.replica].tolist()
-        self._pending = [
-            _Pending(weight, back) for weight, back in zip(mine_weights, rolled_back.tolist(), strict=True)
-        ]
-        self._clip_coefficients = [torch.ones((), dtype=torch.float64) for _ in self.modules]
-        self._launched = 0
-        self._steps_since_sync = 0
-        return met
+            dist.all_reduce(total, group=self.mesh.norm_group)
+        return total.sqrt().cpu(), buffers
 
-    def _sync_blocking(self) -> None:
-        """The naive twin of the sync in the forward pass: the same two calls per module, one after the other."""
-        for module in self.modules:
-            self._launch_through(module.index)
-            self.complete(module)
+    def _pseudo_gradient(self, module: ModuleShard) -> torch.Tensor:
+        """Delta of this replica, [numel] fp32; of a method without an anchor the parameters themselves."""
+        buffer = self._take_buffer(module.numel)
+        if self.method.has_anchor:
+            module.write_pseudo_gradient(self.outer_state.anchor(module), buffer)
+        else:
+            module.copy_masters_to(buffer)
+        return buffer
 
-    def _launch_through(self, last: int) -> None:
-        """Launch all-reduces in module order up to index `last`: one order on all ranks of a group."""
-        while self._launched <= min(last, len(self.modules) - 1):
-            module = self.modules[self._launched]
+    def _next_round(self, event: SyncEvent, modules: list[ModuleShard]) -> None:
+        """CO2 (arXiv 2401.16265): this round's average sets out, the last is applied, all go on from the anchor."""
+        for module in modules:
+            pending = self.pending[module.index]
+            assert pending is not None
+            self._launch(module)
+            if pending.previous is not None:
+                self._apply(module, pending.previous)
+                pending.previous = None
+            else:
+                module.write_masters(self.outer_state.anchor(module))
+                self.outer_state.release(module)
+        self._finish([other for other in self.events if other is not event])
+
+    def _complete_delayed(self, step: int) -> None:
+        for event in [event for event in self.events if event.apply_after == step]:
+            for module in self.modules:
+                pending = self.pending[module.index]
+                if pending is not None and pending.event is event:
+                    self._apply(module, pending)
+            self._finish([event])
+
+    def _launch_first(self, count: int) -> None:
+        """Launch the first `count` modules of the order, those that are not yet: one order on all ranks of a group."""
+        while self._launched < min(count, len(self._order)):
+            module = self.modules[self._order[self._launched]]
             self._launched += 1
-            pending = self._pending[module.index]
-            if pending is not None and not pending.rolled_back:
-                self._launch(module, pending)
+            self._launch(module)
+            if self._launched < len(self._order):
+                self.outer_state.prefetch(self.modules[self._order[self._launched]])
 
-    def _launch(self, module: ModuleShard, pending: _Pending) -> None:
-        platform = self.mesh.platform
+    def _launch(self, module: ModuleShard) -> None:
+        """Sends this replica's part of the module's average out; the module's sync must have been decided."""
+        pending = self.pending[module.index]
+        assert pending is not None
+        if pending.rolled_back:
+            if pending.buffer is not None:
+                self._free(pending.buffer)
+                pending.buffer = None
+            return
+        platform, config, event = self.mesh.platform, self.config, pending.event
         platform.wait_event(platform.record_event(), platform.sync_stream())
         with platform.stream(platform.sync_stream()):
-            pending.buffer = self._take_buffer(module.numel)
-            if pending.weight > 0:
-                module.write_pseudo_gradient(self.anchor[module.index], pending.buffer)
-                pending.buffer.mul_(pending.weight)
-            else:
-                pending.buffer.zero_()  # never 0 x its values: they may be NaN
-            pending.work = self.transport.all_reduce(pending.buffer)
+            if pending.buffer is None:
+                pending.buffer = self._pseudo_gradient(module)
+                self.outer_state.release(module)
+            if config.edit_sparsity > 0 and pending.weight > 0:
+                sparsify_(
+                    pending.buffer, config.edit_sparsity, config.edit_sparsity_method, self._generator(event, module)
+                )
+            error = self.errors[module.index] if self.errors else None
+            handle, sent = self.transport.weighted_sum(pending.buffer, pending.weight, error)
+            pending.handles.append(handle)
+            event.bytes_sent += sent
+            every = config.edit_inner_moments_interval
+            if config.edit_inner_moments == "average" and event.decision.index % every == 0:
+                pending.moments = self._moments_to_average(module, pending)
+                pending.handles.append(self.transport.all_reduce(pending.moments))
+                event.bytes_sent += pending.moments.nbytes
+            if event.apply_after is not None and pending.kept:
+                pending.at_launch = self._take_buffer(module.numel)
+                module.copy_masters_to(pending.at_launch)
+            self.outer_state.prefetch(module, momentum=True)
         self._observe("launch", module)
+
+    def _apply(self, module: ModuleShard, pending: Pending | None) -> None:
+        """The module's update: outer step with what has arrived, and this replica's parameters."""
+        assert pending is not None
+        platform, event, state = self.mesh.platform, pending.event, self.outer_state
+        started = platform.record_event()
+        platform.wait_event(started, platform.sync_stream())  # the masters are as the computing stream left them
+        with platform.stream(platform.sync_stream()):
+            pending.wait()
+            if pending.rolled_back:
+                synchronised = state.anchor(module) if self.method.has_anchor else None
+            elif self.method.has_anchor:
+                assert pending.buffer is not None
+                event.clip_coefficients[module.index] = beta = self.clip_coefficient_of(module, pending.buffer)
+                anchor, momentum, part = state.update(module)
+                self.outer_step(anchor, momentum, pending.buffer[part], beta, event.inner_lr)
+                synchronised = state.updated(module)
+            else:
+                synchronised = pending.buffer
+            if synchronised is not None:
+                self._write_masters(module, synchronised, pending)
+            if pending.moments is not None:
+                self._write_moments(module, pending.moments)
+            state.release(module)
+            self._free(*(b for b in (pending.buffer, pending.at_launch, pending.moments) if b is not None))
+            updated = platform.record_event()
+        platform.wait_event(updated)
+        event.updated_at = platform.record_event()
+        event.exposed.append((started, event.updated_at))
+        event.modules_left -= 1
+        if self.pending[module.index] is pending:
+            self.pending[module.index] = None
+        self._observe("complete", module)
+
+    def outer_step(
+        self,
+        anchor: torch.Tensor,
+        momentum: torch.Tensor,
+        averaged: torch.Tensor,
+        beta: torch.Tensor | float,
+        inner_lr: float,
+    ) -> None:
+        """The method's outer step, in place on flat shards; `averaged` is overwritten."""
+        config = self.config
+        assert config.edit_outer_lr is not None and config.edit_outer_momentum is not None
+        settings = OuterSettings(
+            outer_lr=config.edit_outer_lr,
+            outer_momentum=config.edit_outer_momentum,
+            inner_lr=inner_lr,
+            gap_penalty=config.edit_co2_gap_penalty,
+            momentum_clip=config.edit_co2_momentum_clip,
+        )
+        OUTER_STEPS[self.method.outer_step](anchor, momentum, averaged, beta, settings)
 
     def clip_coefficient_of(self, module: ModuleShard, averaged: torch.Tensor) -> torch.Tensor:
         """beta of an averaged pseudo gradient [numel], 0-d fp64 on the device; the host does not wait for it."""
-        if self.config.edit_pseudo_grad_clip == 0:
+        phi = self.config.edit_pseudo_grad_clip
+        if not phi:
             return torch.ones((), dtype=torch.float64, device=averaged.device)
         squares = module.counted_square_sum(averaged)
         if self.mesh.norm_group.size() > 1:
             dist.all_reduce(squares, group=self.mesh.norm_group)
-        return clip_coefficient(squares.sqrt(), self.config.edit_pseudo_grad_clip)
+        return clip_coefficient(squares.sqrt(), phi)
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
-    def _pseudo_gradient_square_sum(self, module: ModuleShard) -> torch.Tensor:
-        buffer = self._take_buffer(module.numel)
-        module.write_pseudo_gradient(self.anchor[module.index], buffer)
-        squares = module.counted_square_sum(buffer)
-        self._free_buffers.setdefault(buffer.numel(), []).append(buffer)
-        return squares
+    def _write_masters(self, module: ModuleShard, synchronised: torch.Tensor, pending: Pending) -> None:
+        """This replica's parameters: the synchronised ones; with a delay its progress since the launch is added."""
+        alpha = self.config.edit_mixing_alpha
+        if pending.at_launch is None or pending.rolled_back:
+            module.write_masters(synchronised)
+        elif alpha is None:
+            module.add_local_progress(synchronised, pending.at_launch)
+        else:
+            module.mix_with_local(synchronised, alpha)
+
+    def _finish(self, events: Sequence[SyncEvent]) -> None:
+        for event in list(events):
+            assert event.modules_left == 0, "a module of this sync has not been updated"
+            self.events.remove(event)
+            self._finished.append(event)
+
+    def _finish_events_of_other_stages(self) -> None:
+        """Syncs in the forward pass none of whose modules lies here end with that forward pass all the same."""
+        self._finish([event for event in self.events if event.in_forward and not event.modules_left])
 
     def _take_buffer(self, numel: int) -> torch.Tensor:
         free = self._free_buffers.get(numel)
         return free.pop() if free else torch.empty(numel, dtype=torch.float32, device=self.mesh.platform.device)
 
-    def _allocate_anchor(self) -> None:
-        device = self.mesh.platform.device
-        self.anchor = [torch.empty(m.numel, dtype=torch.float32, device=device) for m in self.modules]
-        self.outer_momentum = [torch.zeros_like(anchor) for anchor in self.anchor]
+    def _free(self, *buffers: torch.Tensor) -> None:
+        for buffer in buffers:
+            self._free_buffers.setdefault(buffer.numel(), []).append(buffer)
 
-    @torch.no_grad()
-    def _set_anchor(self) -> None:
+    def _leave_warmup(self) -> None:
         """anchor := parameters, those of replica 0 everywhere: bit-equal even where kernels round differently."""
-        self._allocate_anchor()
-        for module, anchor in zip(self.modules, self.anchor, strict=True):
-            module.copy_masters_to(anchor)
-            self.transport.broadcast(anchor)
-            module.write_masters(anchor)
+        self._reducer.enabled = False
+        self.updates_at_sync = [self.updates] * self.num_fragments
+        self.ensure_anchor()
+        for module in self.modules:
+            flat = self._take_buffer(module.numel)
+            module.copy_masters_to(flat)
+            self.transport.broadcast(flat)
+            module.write_masters(flat)
+            if self.method.has_anchor:
+                self.outer_state.set_anchor(module, flat)
+            self._free(flat)
 
-    def _zero_moments_of_non_finite(self, verdict: DetectorVerdict) -> None:
+    def _refuse_without_anchor(self, decision: SyncDecision) -> None:
+        if self.method.has_anchor:
+            return
+        for m in (decision.rolled_back & decision.verdict.non_finite.any(dim=0)).nonzero().flatten().tolist():
+            raise NonFiniteSyncError(
+                f"sync {decision.index}: {self.modules[m].key} is not finite in any replica that made a step, and "
+                f"--edit-method {self.method.name} keeps no anchor to go back to: resume from the last checkpoint"
+            )
+
+    def _zero_moments_of_non_finite(self, decision: SyncDecision) -> None:
         """Inner moments of this replica's non-finite modules := 0, or its next step is non-finite again (ours)."""
         for module in self.modules:
-            if verdict.non_finite[self.mesh.replica, module.index]:
-                for piece in module.slices:
-                    for part in self._optimizer.chained_optimizers:
-                        state = part.optimizer.state.get(piece.optimizer_parameter, {})
-                        for name in ("exp_avg", "exp_avg_sq"):
-                            if name in state:
-                                state[name].zero_()
+            if decision.verdict.non_finite[self.mesh.replica, module.index] and decision.due[module.index]:
+                for moments in self._moments(module):
+                    for moment in moments:
+                        moment.zero_()
 
-    def _steps_since_sync_anywhere(self) -> bool:
-        mine = torch.tensor([self._steps_since_sync], dtype=torch.int64)
+    def _moments(self, module: ModuleShard) -> Iterator[list[torch.Tensor]]:
+        """For each slice its moments, flat, where the inner optimizer has made a step."""
+        for piece in module.slices:
+            for part in self._optimizer.chained_optimizers:
+                state = part.optimizer.state.get(piece.optimizer_parameter, {})
+                if all(name in state for name in MOMENTS):
+                    yield [state[name].view(-1) for name in MOMENTS]
+
+    def _moments_to_average(self, module: ModuleShard, pending: Pending) -> torch.Tensor:
+        """[2 numel] fp32: this replica's share of the mean of Adam's moments over the replicas in the average."""
+        flat = self._take_buffer(2 * module.numel)
+        kept = ~pending.event.decision.verdict.left_out[:, module.index]  # [R]
+        if pending.kept:
+            torch.cat([moment for moments in self._moments(module) for moment in moments], out=flat)
+            flat.div_(int(kept.sum()))
+        else:
+            flat.zero_()
+        return flat
+
+    def _write_moments(self, module: ModuleShard, flat: torch.Tensor) -> None:
+        start = 0
+        for moments in self._moments(module):
+            for moment in moments:
+                moment.copy_(flat[start : start + moment.numel()])
+                start += moment.numel()
+
+    def _generator(self, event: SyncEvent, module: ModuleShard) -> torch.Generator:
+        """Of the random sparsification: one for each sync, module, replica and shard; training draws nothing."""
+        place = f"sparsity {self._seed} {event.decision.index} {module.key} {self.mesh.rank}"
+        seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big")
+        return torch.Generator(self.mesh.platform.device).manual_seed(seed)
+
+    def _updates_since_sync_anywhere(self) -> bool:
+        mine = torch.tensor([max(self.updates_since_sync)], dtype=torch.int64)
         return bool(self.transport.all_gather(mine).any())
 
-    def _write_model(self, module: ModuleShard, pieces: list[torch.Tensor]) -> None:
+    def _write_model(self, module: ModuleShard, pieces: Sequence[torch.Tensor]) -> None:
         for piece, value in zip(module.slices, pieces, strict=True):
             piece.model.data.copy_(value)
 

@@ -21,12 +21,12 @@ class Method:
 
     name             value of --edit-method
     source           where the method and its defaults come from
-    trigger          never: replicas do not differ, the warm-up has no end; steps: all modules every interval; staggered:
-                     each fragment of the modules at an offset of its own inside the interval; time: by wall clock
+    trigger          never: replicas do not differ, the warm-up has no end; steps: all modules every interval;
+                     staggered: each fragment of the modules at an offset inside the interval; time: by wall clock
     placement        gradient: with the gradient reduction of every step; step: blocking, after the step; forward:
                      layer by layer in the forward pass of the step after; round: during the whole next interval
-    outer_step       how the average moves the anchor, a name of `outer.OUTER_STEPS`; none: parameters := average, and no
-                     anchor is kept
+    outer_step       how the average moves the anchor, a name of `outer.OUTER_STEPS`; none: parameters := average, and
+                     no anchor is kept
     outer_lr, outer_momentum  its defaults; None without one
     takes_penalty    whether EDiT's penalty can be asked for: softmax weights, anomaly elimination, clip
     weighting, anomaly_threshold, pseudo_grad_clip  defaults of the penalty's three parts; mean, 0, 0: off

@@ -53,6 +53,7 @@ class ModuleShard:
     index: int  # position in forward order over all chunks of this rank
     bucket_group: ModuleBucketGroup
     slices: list[ShardSlice] = field(default_factory=list)
+    fragment: int = 0  # modules of one fragment are synchronised after the same step
 
     @property
     def numel(self) -> int:
@@ -72,8 +73,24 @@ class ModuleShard:
         """Masters and the model's own shard := flat [numel] fp32."""
         for view, piece in zip(self.views(flat), self.slices, strict=True):
             piece.master.copy_(view)
-            if piece.model.data_ptr() != piece.master.data_ptr():
-                piece.model.copy_(view)
+            self._copy_to_model(piece)
+
+    def add_local_progress(self, synchronised: torch.Tensor, at_launch: torch.Tensor) -> None:
+        """Masters := synchronised + (masters - at_launch), [numel] fp32 each: steps since the launch stay (ours)."""
+        for piece, new, old in zip(self.slices, self.views(synchronised), self.views(at_launch), strict=True):
+            piece.master.sub_(old).add_(new)
+            self._copy_to_model(piece)
+
+    def mix_with_local(self, synchronised: torch.Tensor, alpha: float) -> None:
+        """Masters := alpha masters + (1 - alpha) synchronised (Streaming DiLoCo, arXiv 2501.18512)."""
+        for piece, new in zip(self.slices, self.views(synchronised), strict=True):
+            piece.master.mul_(alpha).add_(new, alpha=1 - alpha)
+            self._copy_to_model(piece)
+
+    @staticmethod
+    def _copy_to_model(piece: ShardSlice) -> None:
+        if piece.model.data_ptr() != piece.master.data_ptr():
+            piece.model.copy_(piece.master)
 
     def write_pseudo_gradient(self, anchor: torch.Tensor, out: torch.Tensor) -> None:
         """out [numel] fp32 := masters - anchor [numel]: Delta of arXiv 2412.07210, from fp32 masters."""
@@ -219,7 +236,8 @@ class ModuleBucketGroup(_ParamAndGradBucketGroup):
 class ReplicaDataParallel(DistributedDataParallel):
     """megatron-core's DDP inside one replica, one bucket per module on every stage and chunk."""
 
-    def __init__(self, *, reducer: GradientReducer, **arguments: Any) -> None:
+    def __init__(self, *, reducer: GradientReducer, modules: str = "layer", **arguments: Any) -> None:
+        self.modules_are = modules
         ddp_config = arguments["ddp_config"]
         assert ddp_config.use_distributed_optimizer and ddp_config.overlap_param_gather
         assert ddp_config.overlap_grad_reduce and ddp_config.num_distributed_optimizer_instances == 1
@@ -228,12 +246,16 @@ class ReplicaDataParallel(DistributedDataParallel):
         for group in self.bucket_groups:
             ModuleBucketGroup.adopt(group, reducer)
 
+    def key_of(self, name: str) -> str:
+        """Module of the sync that the parameter of `named_parameters()` belongs to."""
+        return module_key(canonical_name(self.module, name), self.modules_are)
+
     @property
     def bucket_size(self) -> ModuleEdges:
         """What megatron-core compares bucket sizes with: edges of modules, whatever the stage."""
         parameters = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         assert len({p.dtype for _, p in parameters}) == 1, "one dtype, one buffer"
-        return ModuleEdges([module_key(canonical_name(self.module, name)) for name, _ in reversed(parameters)])
+        return ModuleEdges([self.key_of(name) for name, _ in reversed(parameters)])
 
     @bucket_size.setter
     def bucket_size(self, value: int | None) -> None:
@@ -266,8 +288,9 @@ def collect_modules(
     modules: list[ModuleShard] = []
     for chunk in chunks:
         names = {p: canonical_name(chunk.module, n) for n, p in chunk.module.named_parameters()}
+        key_of = {p: chunk.key_of(n) for n, p in chunk.module.named_parameters()}
         for group in reversed(chunk.bucket_groups):
-            keys = {module_key(names[p]) for p in group.bucket.params_list}
+            keys = {key_of[p] for p in group.bucket.params_list}
             assert len(keys) == 1, f"a bucket crosses modules: {sorted(keys)}"
             module = ModuleShard(key=keys.pop(), index=len(modules), bucket_group=group)
             for parameter in group.bucket.params_list:

@@ -9,23 +9,36 @@ import torch
 from torch import Tensor
 
 
-def replica_weights(norms: Tensor, left_out: Tensor, weighting: str, temperature: float = 1.0) -> Tensor:
+def replica_weights(
+    norms: Tensor,
+    left_out: Tensor,
+    weighting: str,
+    temperature: float = 1.0,
+    steps: Tensor | None = None,
+    step_weight_ratio: float = 0.5,
+) -> Tensor:
     """Weight of each replica in each module's average, float64 [R, M].
 
     softmax: w_i = exp(-G_i/T) / sum_j exp(-G_j/T) over the replicas that remain (arXiv 2412.07210, T = 1).
-    mean: equal weights, as in its ablation. A replica that is left out weighs 0; a module from which every
-    replica is left out has only zeros, which means a rollback.
+    mean: equal weights, as in its ablation. With `steps` (A-EDiT) the weight is (1 - r) times that plus r times
+    the replica's share of the steps that the remaining replicas made. A replica that is left out weighs 0; a module
+    from which every replica is left out has only zeros, which means a rollback.
 
     norms        float64 [R, M], finite wherever the replica is not left out
     left_out     bool [R, M], `DetectorVerdict.left_out`
     weighting    softmax or mean
     temperature  T > 0, in units of the norms; not used by mean
-    Raises ValueError for another weighting or T <= 0.
+    steps        [R], steps of each replica since its last sync, above 0 wherever it is not left out; None: shares of
+                 steps do not count
+    step_weight_ratio  r, 0 to 1
+    Raises ValueError for another weighting, T <= 0 or r out of range.
     """
     if weighting not in ("softmax", "mean"):
         raise ValueError(f"unknown weighting {weighting!r}; known: softmax, mean")
     if not temperature > 0:
         raise ValueError(f"softmax temperature must be positive, got {temperature}; try 1.0")
+    if not 0 <= step_weight_ratio <= 1:
+        raise ValueError(f"step weight ratio must be from 0 to 1, got {step_weight_ratio}; try 0.5")
     assert norms.shape == left_out.shape and norms.dtype == torch.float64, (norms.shape, norms.dtype)
     if weighting == "mean":
         scores = (~left_out).double()  # [R, M]
@@ -36,6 +49,16 @@ def replica_weights(norms: Tensor, left_out: Tensor, weighting: str, temperature
         smallest = kept.amin(0)  # [M], infinite where all are left out
         smallest = smallest.masked_fill(smallest.isinf(), 0.0)
         scores = torch.exp((smallest - kept) / temperature)
+    weights = _shares(scores)
+    if steps is None:
+        return weights
+    assert steps.shape == norms.shape[:1], (steps.shape, norms.shape)
+    remaining_steps = steps.double()[:, None].masked_fill(left_out, 0.0)  # [R, M]
+    return (1 - step_weight_ratio) * weights + step_weight_ratio * _shares(remaining_steps)
+
+
+def _shares(scores: Tensor) -> Tensor:
+    """Scores [R, M] over their sum of each module; zeros where that is 0."""
     total = scores.sum(0)  # [M]
     return scores / total.masked_fill(total == 0, 1.0)
 

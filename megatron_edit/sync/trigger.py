@@ -96,7 +96,7 @@ class Trigger(ABC):
         """Whether this rank would synchronise after the step in progress; always False for a trigger by steps."""
         return False
 
-    def restart_clock(self) -> None:
+    def restart_clock(self) -> None:  # noqa: B027  a trigger by steps has none
         """A sync has just been decided by all replicas."""
 
     def state_dict(self) -> dict[str, int | None]:

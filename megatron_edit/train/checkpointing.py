@@ -16,7 +16,6 @@ from megatron_edit.checkpoint.training_state import TrainingState
 from megatron_edit.checkpoint.writer import CheckpointWriter, Saved
 from megatron_edit.config.schema import Config, OptimizerConfig
 from megatron_edit.config.settings import is_given
-from megatron_edit.sync.trigger import StepTrigger
 from megatron_edit.train.pace import Pace
 from megatron_edit.train.replica import Replica
 from megatron_edit.train.schedule import LearningRateSchedule
@@ -166,11 +165,9 @@ class RunCheckpoints:
 
     def _is_at_sync(self, known: bool | None) -> bool:
         """Whether all replicas hold the same weights, once a due sync is completed."""
-        trigger = self._engine.trigger
-        if known is not None or trigger.warmup_end is None:
-            return known is not False
-        assert isinstance(trigger, StepTrigger)
-        return (trigger.steps - trigger.warmup_end) % trigger.interval == 0
+        if known is not None:
+            return known
+        return self._engine.replicas_agree
 
     # ---- loading ---------------------------------------------------------------------------------------------------
 
@@ -220,7 +217,7 @@ class RunCheckpoints:
                 saved["consumed_samples"],
                 schedule["samples"],
                 reserves,
-                at_sync=resized or not any(replica["steps_since_sync"] for replica in saved["replicas"]),
+                at_sync=resized or not any(max(each["updates_since_sync"]) for each in saved["replicas"]),
             )
             start = self._start(position, resumed=True)
             remarks.append(self._schedule_remark(start.schedule, schedule))
@@ -280,11 +277,13 @@ class RunCheckpoints:
         training, optimizer = self._config.training, self._config.optimizer
         assert training.train_iters is not None and training.global_batch_size is not None
         train_iters, batch = training.train_iters, training.global_batch_size
+        beyond = (position.reserves or {}).get("samples_beyond_iteration", 0)
         if is_given(self._config, "train_samples"):
             assert training.train_samples is not None
-            train_iters = position.iteration + max(0, training.train_samples - position.consumed_samples) // batch
+            samples = max(0, training.train_samples - position.consumed_samples)
+            train_iters = position.iteration + (samples + beyond) // batch
         if self._config.sources.get("lr_decay_iters") == "derived":
-            left = max(1, train_iters - position.iteration) * batch
+            left = max(1, train_iters - position.iteration) * batch - beyond
             decay = position.consumed_samples - position.schedule_samples + left
             optimizer = replace(optimizer, lr_decay_iters=None, lr_decay_samples=decay)
         return Start(position, train_iters, LearningRateSchedule(optimizer, train_iters, batch), resumed)

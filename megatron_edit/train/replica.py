@@ -21,6 +21,7 @@ from megatron_edit.config.schema import Config
 from megatron_edit.model.init import initialize_weights
 from megatron_edit.model.llama import build_model_chunks, transformer_config, virtual_stages_of
 from megatron_edit.model.loss import forward_step
+from megatron_edit.model.names import module_keys
 from megatron_edit.parallel.layout import Layout
 from megatron_edit.parallel.mesh import Mesh, build_mesh
 from megatron_edit.platform import Platform
@@ -104,6 +105,7 @@ def build_replica(
     chunks = [
         ReplicaDataParallel(
             reducer=reducer,
+            modules=config.edit.edit_modules,
             config=megatron_config,
             ddp_config=_ddp_config(config),
             module=model,
@@ -112,7 +114,16 @@ def build_replica(
         for model in models
     ]
     optimizer = build_optimizer(config, chunks, mesh.process_groups)
-    engine = SyncEngine(config.edit, mesh, chunks, optimizer, reducer, observer)
+    engine = SyncEngine(
+        config.edit,
+        mesh,
+        chunks,
+        optimizer,
+        reducer,
+        module_keys=module_keys(config.model.num_layers, config.edit.edit_modules),
+        seed=config.training.seed,
+        observer=observer,
+    )
     mesh.seed_dropout(config.training.seed)
     pipelined = mesh.layout.pp > 1
     return Replica(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from megatron_edit.sync.engine import Meeting
+from megatron_edit.sync.event import Meeting
 from megatron_edit.train.replica import Replica
 
 Microbatch = dict[str, torch.Tensor]  # tokens, labels, position_ids [b, S] int64; loss_mask [b, S] fp32
@@ -86,7 +88,24 @@ class TrainStep:
         if clip_grad > 0:
             for part in optimizer.chained_optimizers:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=clip_grad, total_norm=norm)
-        return bool(optimizer.step_with_ready_grads()), norm, asked
+        self._step_optimizer(asked)
+        return True, norm, asked
+
+    def _step_optimizer(self, asked: bool) -> None:
+        """The inner optimizer's update. When a sync is due the modules that it begins with come first, so that their
+        messages are under way while the others are updated."""
+        optimizer, engine = self.replica.optimizer, self.replica.engine
+        leading = engine.leading_modules(asked) if counts_steps_per_parameter(optimizer) else []
+        if not leading:
+            optimizer.step_with_ready_grads()
+            return
+        first = {id(piece.optimizer_parameter) for module in leading for piece in module.slices}
+        with only_parameters(optimizer, lambda parameter: id(parameter) in first):
+            for part in optimizer.chained_optimizers:
+                part.optimizer.step()
+        engine.begin_sync(leading)
+        with only_parameters(optimizer, lambda parameter: id(parameter) not in first):
+            optimizer.step_with_ready_grads()
 
     def norm_and_flag(self, flag: bool) -> tuple[float, bool]:
         """Norm of the replica's gradient, and whether any of its ranks has `flag` set: one reduction for both.
@@ -130,6 +149,29 @@ class TrainStep:
     def _counts_no_token(self) -> bool:
         assert self._tokens_in_step is not None
         return not bool(self._tokens_in_step > 0)  # megatron-core has just read the same number
+
+
+def counts_steps_per_parameter(optimizer: MegatronOptimizer) -> bool:
+    """Whether parts of the parameters may be updated one after the other: torch's AdamW counts steps for each.
+
+    The fused Adams of Transformer Engine and apex count a step of a whole parameter group at each call.
+    """
+    adams = (torch.optim.AdamW, torch.optim.Adam)
+    return all(isinstance(part.optimizer, adams) for part in optimizer.chained_optimizers)
+
+
+@contextmanager
+def only_parameters(optimizer: MegatronOptimizer, chosen: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Inside, the inner optimizers update the `chosen` parameters alone."""
+    groups = [group for part in optimizer.chained_optimizers for group in part.optimizer.param_groups]
+    everything = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if chosen(parameter)]
+        yield
+    finally:
+        for group, parameters in zip(groups, everything, strict=True):
+            group["params"] = parameters
 
 
 def sum_losses(losses: list[dict[str, torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

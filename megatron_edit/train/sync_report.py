@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_edit.parallel.mesh import Mesh
-from megatron_edit.sync.engine import SyncResult
+from megatron_edit.sync.event import SyncResult
 from megatron_edit.sync.modules import ModuleShard
 from megatron_edit.sync.penalty import effective_replicas
 from megatron_edit.train.loglines import SyncReport
@@ -20,8 +20,8 @@ def stage_sync_report(
     """
     tied_copy = mesh.is_last_stage and mesh.layout.pp > 1
     # The tied matrix is on two stages; the copy on the last one is the same module and counts once.
-    counted = torch.tensor([not (tied_copy and module.key == "embedding") for module in modules])  # [M]
     decision = result.decision
+    counted = torch.tensor([not (tied_copy and module.key == "embedding") for module in modules]) & decision.due  # [M]
     averaged = decision.weights[:, counted & ~decision.rolled_back]  # [R, modules that were averaged]
     used = averaged[averaged > 0]
     return SyncReport(
@@ -34,7 +34,7 @@ def stage_sync_report(
         of=int(counted.sum()) * mesh.num_replicas,
         effective_replicas_min=float(effective_replicas(averaged).min()) if used.numel() else float("nan"),
         num_replicas=mesh.num_replicas,
-        beta_min=float(result.clip_coefficients[counted].min()),
+        beta_min=float(result.clip_coefficients[counted].min()) if counted.any() else float("nan"),
         rolled_back=int(decision.rolled_back[counted].sum()),
         bytes=result.bytes_sent,
         exposed_ms=result.exposed_ms,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_edit.config.schema import Config
 from megatron_edit.model.sharding import local_parameter_count, parameter_count
 from megatron_edit.platform import Platform
-from megatron_edit.sync.engine import Meeting
+from megatron_edit.sync.event import Meeting
 from megatron_edit.train.checked_data import CheckedData
 from megatron_edit.train.checkpointing import Position, RunCheckpoints
 from megatron_edit.train.data import RunData
@@ -73,7 +73,8 @@ class Trainer:
         self._logged_iteration = self.iteration
         self._learning_rate = 0.0  # of the last step
         self._at_sync = position.at_sync is not False  # with unequal steps: whether the last meeting was averaged
-        self._steps_before = self.engine.trigger.steps_since_sync  # of an interval that another method has begun
+        # Of an interval that another method has begun.
+        self._steps_before = 0 if self.engine.synchronous else self.engine.trigger.steps_since_sync
         steps = position.reserves["replica_steps"] if position.reserves else [self.iteration]  # of the saved replicas
         self._met_at: dict[int, int] = {}  # sync -> iteration, until it is reported
         self._sample_ids = SampleIdFile(config.data.log_sample_ids, self.mesh, steps)
@@ -199,8 +200,8 @@ class Trainer:
             self._met_at[meeting.index] = self.iteration
         else:
             self._output.say(
-                f"sync {meeting.index} at iteration {self.iteration}: put off, {sum(steps)} steps of all replicas are "
-                f"fewer than --edit-min-total-steps {self.config.edit.edit_min_total_steps}"
+                f"sync {meeting.index} at iteration {self.iteration}: put off, all replicas together have taken fewer "
+                f"than --edit-min-total-steps {self.config.edit.edit_min_total_steps}"
             )
 
     @property
@@ -225,8 +226,7 @@ class Trainer:
 
     def _report_sync(self) -> None:
         """A sync is complete on every rank before its next boundary, so all of them report it here in one order."""
-        result = self.engine.take_result()
-        if result is not None:
+        for result in self.engine.take_results():
             place = self.mesh.place
             if place.sync == place.dp == place.cp == place.tp == 0:  # one rank of each stage
                 self._output.warn(self.engine.take_warnings())

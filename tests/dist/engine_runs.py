@@ -17,7 +17,7 @@ from megatron_edit.config.schema import Config
 from megatron_edit.model.names import canonical_name
 from megatron_edit.model.sharding import gather_full_parameters, partition_dim
 from megatron_edit.parallel.layout import Coordinates
-from megatron_edit.sync.engine import Meeting, SyncDecision
+from megatron_edit.sync.event import SyncDecision
 from megatron_edit.sync.modules import ModuleShard
 from megatron_edit.testing.ranks import run_ranks
 from megatron_edit.testing.tiny import (
@@ -48,6 +48,8 @@ class Run:
     spoil: Spoil | None = None
     fault: Callable[[Replica], None] | None = None  # breaks the replica on purpose, before the first step
     snapshots: bool = True  # whether whole tensors are kept
+    # Triggers by time: [interval][replica], steps from one sync to the next, instead of a clock and of `steps`.
+    steps_of_intervals: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def config(self) -> Config:
@@ -56,7 +58,8 @@ class Run:
 
     def changed(self, world_size: int | None = None, **settings: Any) -> Run:
         """The same run with other settings."""
-        fields = {key: getattr(self, key) for key in ("steps", "data", "spoil", "fault", "snapshots")}
+        names = ("steps", "data", "spoil", "fault", "snapshots", "steps_of_intervals")
+        fields = {key: getattr(self, key) for key in names}
         return Run(world_size or self.world_size, {**self.settings, **settings}, **fields)
 
 
@@ -117,16 +120,24 @@ def train(replica: Replica, run: Run) -> RankRecord:
     keep = partial(_keep, replica, record) if run.snapshots else lambda name, flats: None
     iteration = 0
 
-    def after_step(updated: bool = True, **options: Any) -> Meeting | None:
+    if run.spoil is not None:  # it must come before any norm is taken
+        engine.leading_modules = lambda asked=False: []  # type: ignore[method-assign]
+    if run.steps_of_intervals is not None:
+        _replace_clock(replica, run.steps_of_intervals)
+
+    def after_step(updated: bool = True, **arguments: Any) -> Any:
         if run.spoil is not None:
             _spoil(replica, run.spoil, iteration)
-        if _sync_is_due(replica):
+        if _sync_is_due(replica, arguments.get("asked", False)):
             keep(f"before sync {engine.trigger.syncs + 1}", masters(replica))
-        return type(engine).after_step(engine, updated, **options)
+        return type(engine).after_step(engine, updated, **arguments)
 
     engine.after_step = after_step  # type: ignore[method-assign]
     keep("initial", masters(replica))
-    for iteration in range(1, run.steps + 1):
+    steps = run.steps
+    if run.steps_of_intervals is not None:
+        steps = sum(counts[replica.mesh.replica] for counts in run.steps_of_intervals)
+    for iteration in range(1, steps + 1):
         microbatches = rank_microbatches(config, mesh, run.data(config, iteration))
         outcome = step.run(microbatches, learning_rate(config, iteration))
         record.losses.append((float(outcome.loss_sum), float(outcome.tokens)))
@@ -149,19 +160,25 @@ def train(replica: Replica, run: Run) -> RankRecord:
     return record
 
 
-def _sync_is_due(replica: Replica) -> bool:
+def _sync_is_due(replica: Replica, asked: bool) -> bool:
     trigger = replica.engine.trigger
-    if trigger.warmup_end is None:
-        return False
-    return (trigger.steps + 1 - trigger.warmup_end) % trigger.interval == 0
+    return trigger.warmup_end is not None and bool(trigger.due_after(trigger.steps + 1, asked))
+
+
+def _replace_clock(replica: Replica, steps_of_intervals: tuple[tuple[int, ...], ...]) -> None:
+    """The replica wants to synchronise after so many steps of its own, whatever the time."""
+    trigger, ends = replica.engine.trigger, set()
+    for counts in steps_of_intervals:
+        ends.add(max(ends, default=0) + counts[replica.mesh.replica])
+    trigger.wants_sync = lambda: trigger.steps + 1 in ends  # type: ignore[method-assign]
 
 
 def _note_sync(replica: Replica, record: RankRecord, iteration: int) -> None:
     engine = replica.engine
-    decision, result = engine.last_decision, engine.take_result()
+    decision, results = engine.last_decision, engine.take_results()
     if decision is not None and decision.index > len(record.syncs):
         record.syncs.append(SyncView(iteration, record.keys, decision))
-    if result is not None:
+    for result in results:
         view = record.syncs[result.decision.index - 1]
         assert view.clip_coefficients is None, "a sync is reported twice"
         view.clip_coefficients = result.clip_coefficients.tolist()
@@ -169,10 +186,14 @@ def _note_sync(replica: Replica, record: RankRecord, iteration: int) -> None:
 
 @torch.no_grad()
 def _spoil(replica: Replica, spoil: Spoil, iteration: int) -> None:
-    for module in replica.engine.modules:
-        if not replica.engine.anchor:
-            continue
-        for piece, anchor in zip(module.slices, module.views(replica.engine.anchor[module.index]), strict=True):
+    """Where the method keeps no anchor, the parameters themselves are given in its place."""
+    engine = replica.engine
+    if engine.trigger.in_warmup:
+        return
+    anchors = engine.anchor
+    for module in engine.modules:
+        views = module.views(anchors[module.index]) if anchors else [piece.master for piece in module.slices]
+        for piece, anchor in zip(module.slices, views, strict=True):
             spoil(iteration, replica.mesh.replica, piece.name, piece.master, anchor)
 
 

@@ -93,7 +93,7 @@ def test_a_chain_of_sizes_trains_on(at_sync: Path, tmp_path: Path) -> None:
         record = run_part(part(replicas, at, at + INTERVAL, load=folder, save=target))
         at += INTERVAL
         assert_equal_replicas(tensors_of(target, at), replicas)
-        assert numbers(target, at)["trigger"] == {"steps": at, "syncs": at // INTERVAL, "warmup_end": 0}
+        assert numbers(target, at)["trigger"] == {"warmup_end": 0, "steps": at, "syncs": at // INTERVAL, "last_sync_step": at}
         folder = target
     straight = run_part(part(2, 0, at)).losses
     assert abs(record.losses[-1] - straight[-1]) < 0.05
@@ -123,8 +123,8 @@ def test_between_two_syncs_the_sync_is_made_first(layout: dict[str, Any], tmp_pa
         for name in one:
             torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=1e-9, msg=name)
         assert unequal(one, shared(tensors_of(tmp_path / "old", at), state)) != []
-    assert numbers(tmp_path / "new", at)["trigger"] == {"steps": at, "syncs": 2, "warmup_end": 0}
-    assert all(replica["steps_since_sync"] == 0 for replica in numbers(tmp_path / "new", at)["replicas"])
+    assert numbers(tmp_path / "new", at)["trigger"] == {"warmup_end": 0, "steps": at, "syncs": 2, "last_sync_step": at}
+    assert all(replica["updates_since_sync"] == [0] for replica in numbers(tmp_path / "new", at)["replicas"])
 
 
 def nan_in_replica_1(replica: Replica, state: TrainingState) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import megatron_edit.sync.engine as engine_module
+import megatron_edit.sync.decide as decide_module
 from megatron_edit.sync.modules import ModuleBucketGroup, ModuleShard
+from megatron_edit.sync.outer import OUTER_STEPS
 from megatron_edit.train.replica import Replica
 from tests.dist.against_reference import differences
 from tests.dist.engine_runs import RankRecord, Run, run_engine
@@ -45,8 +46,8 @@ def averages_gradients_over_replicas(replica: Replica) -> None:
 
 def sums_instead_of_averaging(replica: Replica) -> None:
     """The 1/R is missing in the weights."""
-    right = engine_module.replica_weights
-    engine_module.replica_weights = lambda norms, *rest: right(norms, *rest) * norms.shape[0]
+    right = decide_module.replica_weights
+    decide_module.replica_weights = lambda norms, *rest, **more: right(norms, *rest, **more) * norms.shape[0]
 
 
 def averages_twice(replica: Replica) -> None:
@@ -82,9 +83,9 @@ def counts_duplicates_twice_in_the_gradient(replica: Replica) -> None:
 
 
 def patch_outer_step(change: Callable[..., None]) -> None:
-    """`change(step, anchor, momentum, averaged, beta, eta, mu)` in place of the outer step."""
-    right = engine_module.nesterov_step_
-    engine_module.nesterov_step_ = lambda *arguments: change(right, *arguments)
+    """`change(step, anchor, momentum, averaged, beta, settings)` in place of the outer step."""
+    right = OUTER_STEPS["nesterov"]
+    OUTER_STEPS["nesterov"] = lambda *arguments: change(right, *arguments)
 
 
 def goes_uphill(replica: Replica) -> None:
@@ -119,9 +120,9 @@ def takes_plain_momentum(replica: Replica) -> None:
     """Heavy ball in place of Nesterov."""
 
     def change(step: Any, anchor: Tensor, momentum: Tensor, averaged: Tensor, *rest: Any) -> None:
-        beta, eta, mu = rest
-        momentum.mul_(mu).sub_(averaged * beta)
-        anchor.sub_(momentum, alpha=eta)
+        beta, settings = rest
+        momentum.mul_(settings.outer_momentum).sub_(averaged * beta)
+        anchor.sub_(momentum, alpha=settings.outer_lr)
 
     patch_outer_step(change)
 
@@ -155,13 +156,11 @@ def sync_resets_inner_moments(replica: Replica) -> None:
 def sends_zero_times_its_values(replica: Replica) -> None:
     """A replica that is left out sends 0 x Delta in place of zeros."""
 
-    def launch(module: ModuleShard, pending: Any) -> None:
-        pending.buffer = torch.empty(module.numel)
-        module.write_pseudo_gradient(engine.anchor[module.index], pending.buffer)
-        pending.work = engine.transport.all_reduce(pending.buffer.mul_(pending.weight))
+    def weighted_sum(flat: Tensor, weight: float, error: Tensor | None) -> Any:
+        return transport.all_reduce(flat.mul_(weight)), 0
 
-    engine = replica.engine
-    engine._launch = launch  # type: ignore[method-assign]
+    transport = replica.engine.transport
+    transport.weighted_sum = weighted_sum  # type: ignore[method-assign]
 
 
 def keeps_moments_of_a_non_finite_replica(replica: Replica) -> None:

@@ -21,31 +21,32 @@ from megatron_edit.train.schedule import LearningRateSchedule
 from tests.e2e.runs import TINY, differences, evaluations, start, syncs, train, training_lines
 from tests.e2e.unequal import A_EDIT, audit, lines_of, scripted, slowed, steps_of
 
-SCRIPT = [[6, 3, 5], [2, 3, 1]]  # sums 8, 6, 6; no count above 3/2 of the one before, so no reserve is used up
-ROUND = 4 * 20  # samples of three intervals; the replica batch is 4
-MEETINGS = [6, 9, 12, 16, 19, 22]  # iterations: (16 + 4 x sums so far) / 8
+SCRIPT = [[6, 3, 4], [2, 2, 1]]  # sums 8, 5, 5; no count above 3/2 of the one before, so no reserve is used up
+CONSUMED = [48, 68, 88, 120, 140, 160]  # 16 of the warm-up + 4 x sums so far; the replica batch is 4
+MEETINGS = [6, 8, 11, 15, 17, 20]  # iterations: whole global batches of 8
+LINEAR = {"lr_decay_style": "linear", "min_lr": 1e-5}  # with a decay as long as the run
 SCHEDULE: dict[str, Any] = {"lr": 1e-2, "min_lr": 1e-4, "lr_decay_style": "linear", "lr_warmup_samples": 40}
 
 
 def test_log_data_and_learning_rate(tmp_path: Path) -> None:
     """Everything that a log or a file shows of 6 scripted intervals, after a warm-up of 2 iterations."""
     ids = tmp_path / "ids.jsonl"
-    settings = {**A_EDIT, **SCHEDULE, "train_samples": 400, "exit_interval": 22, "log_sample_ids": str(ids)}
+    settings = {**A_EDIT, **SCHEDULE, "train_samples": 400, "exit_interval": 20, "log_sample_ids": str(ids)}
     settings |= {"log_throughput": True}
     settings |= {"eval_interval": 10, "eval_iters": 1, "metrics_file": str(tmp_path / "metrics.jsonl")}
     log = train(2, in_rank=scripted(SCRIPT, rates=tmp_path), **settings).stdout
 
     lines = training_lines(log)
     assert list(lines) == [1, 2, *MEETINGS]
-    assert [int(fields["consumed samples"]) for fields in lines.values()] == [8, 16, 48, 72, 96, 128, 152, 176]
+    assert [int(fields["consumed samples"]) for fields in lines.values()] == [8, 16, *CONSUMED]
     assert syncs(log) == dict(enumerate(MEETINGS, 1))
-    assert list(evaluations(log)) == [12, 22], "at the first sync after each 10 iterations"
-    assert "--exit-interval 22: stop after iteration 22" in log
-    steps = [[line.get(f"steps of replica {r}", "3") for line in list(lines.values())[2:]] for r in range(2)]
-    assert steps == [["6", "3", "5"] * 2, ["2", "3", "1"] * 2]
-    assert audit(ids) == 176 and steps_of(ids, 2) == [30, 14]
+    assert list(evaluations(log)) == [11, 20], "at the first sync after each 10 iterations"
+    assert "--exit-interval 20: stop after iteration 20" in log
+    steps = [[int(line[f"steps of replica {r}"]) for line in list(lines.values())[2:]] for r in range(2)]
+    assert steps == [each * 2 for each in SCRIPT]
+    assert audit(ids) == 160 and steps_of(ids, 2) == [28, 12]
     reports = [r for r in lines_of(tmp_path / "metrics.jsonl") if r["kind"] == "train"]
-    assert reports[-1]["replica_steps"] == [5, 1] and reports[0]["replica_steps"] == []
+    assert reports[-1]["replica_steps"] == [4, 1] and reports[0]["replica_steps"] == []
     for report in reports[2:]:  # all replicas' tokens in the time that a global batch took, per device
         tokens = 8 * 32 / (report["iteration_ms"] / 1000) / 2
         assert report["tokens_per_second"] == pytest.approx(tokens, rel=0.1)
@@ -70,10 +71,10 @@ def scheduled(replica: int, intervals: int) -> list[float]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run at once, with saves at the first sync after each 9 iterations."""
+    """A run at once, with saves at the first sync after each 8 iterations."""
     folder = tmp_path_factory.mktemp("straight")
-    settings = {**A_EDIT, "save": str(folder), "save_interval": 9, "log_sample_ids": str(folder / "ids.jsonl")}
-    train(2, in_rank=scripted(SCRIPT), **{**settings, "train_samples": 16 + 2 * ROUND})
+    settings = {**A_EDIT, "save": str(folder), "save_interval": 8, "log_sample_ids": str(folder / "ids.jsonl")}
+    train(2, in_rank=scripted(SCRIPT), **{**settings, **LINEAR, "train_samples": 160})
     return folder
 
 
@@ -83,33 +84,41 @@ def resumed(straight: Path, folder: Path, iteration: int, world_size: int = 2, *
     shutil.copytree(straight / f"iter_{iteration:07d}", folder / f"iter_{iteration:07d}")
     (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
     shutil.copy(straight / "ids.jsonl", folder)  # with lines that the checkpoint does not know of
-    options = {**A_EDIT, "train_samples": 16 + 2 * ROUND, "in_rank": scripted(SCRIPT * 2), **settings}
+    options = {**A_EDIT, **LINEAR, "train_samples": 160, "in_rank": scripted(SCRIPT * 2), **settings}
     names = {"save": str(folder), "load": str(folder), "log_sample_ids": str(folder / "ids.jsonl")}
     return train(world_size, **{**options, **names}).stdout
 
 
 def test_resume_is_byte_equal(straight: Path, tmp_path: Path) -> None:
     """From a save at a sync, holes in the data's pool included; the last checkpoint and `final` are the same."""
-    content = read_manifest(straight / "iter_0000009").content["reserves"]
-    assert content["ranges"] and content["last_steps"] == [3, 3] and content["replica_steps"] == [11, 7]
-    resumed(straight, tmp_path / "run", 9)
-    for name in ("iter_0000022", "final"):
+    content = read_manifest(straight / "iter_0000008").content["reserves"]
+    assert content["ranges"] and content["last_steps"] == [3, 2] and content["replica_steps"] == [11, 6]
+    assert content["samples_beyond_iteration"] == 4
+    resumed(straight, tmp_path / "run", 8)
+    for name in ("iter_0000020", "final"):
         assert differences(straight / name, tmp_path / "run" / name) == []
     assert sorted(map(str, lines_of(tmp_path / "run/ids.jsonl"))) == sorted(map(str, lines_of(straight / "ids.jsonl")))
 
 
+def test_stop_in_the_warm_up(straight: Path, tmp_path: Path) -> None:
+    settings = {**A_EDIT, **LINEAR, "train_samples": 160, "save": str(tmp_path), "load": str(tmp_path)}
+    for exit_interval in (1, None):
+        train(2, in_rank=scripted(SCRIPT), exit_interval=exit_interval, **settings)
+    assert differences(straight / "iter_0000020", tmp_path / "iter_0000020") == []
+
+
 def test_resume_with_another_number_of_replicas(straight: Path, tmp_path: Path) -> None:
-    log = resumed(straight, tmp_path / "run", 9, 3, edit_num_replicas=3, global_batch_size=12)
+    log = resumed(straight, tmp_path / "run", 8, 3, edit_num_replicas=3, global_batch_size=12)
     assert "2 replicas become 3" in log
     consumed = [int(fields["consumed samples"]) for fields in training_lines(log).values()]
-    assert audit(tmp_path / "run/ids.jsonl") == consumed[-1] >= 16 + 2 * ROUND
+    assert audit(tmp_path / "run/ids.jsonl") == consumed[-1] >= 160
     iterations = list(training_lines(log))
-    assert iterations == [9 + (samples - 72) // 12 for samples in consumed], "of 12 samples each from then on"
+    assert iterations == [8 + (4 + samples - 68) // 12 for samples in consumed], "of 12 samples each from then on"
 
 
 def test_other_methods_take_up_a_run_without_holes_only(straight: Path, tmp_path: Path) -> None:
     load = {"load": str(straight), "save": str(tmp_path / "edit"), "train_iters": 30}
-    refused = start(2, ckpt_step=9, **load)
+    refused = start(2, ckpt_step=8, **load)
     assert refused.exit_codes[0] == 2
     assert re.search(r"saved by --edit-method a-edit: \d+ samples before its position \d+ are", refused.stderr), refused
 
@@ -158,23 +167,21 @@ def test_a_replica_that_has_used_up_its_reserve_enters_early(tmp_path: Path) -> 
 
 
 def test_too_few_steps_average_nothing(tmp_path: Path) -> None:
-    """8, 6 and 6 steps, and 8 are wanted: the second and third sync are put off; a save there goes on exactly."""
-    settings = {**A_EDIT, "edit_min_total_steps": 8, "train_samples": 16 + ROUND + 32, "save": str(tmp_path / "one")}
+    """8, 5 and 5 steps, and 8 are wanted: the second sync is put off to the third; a save there goes on exactly."""
+    settings = {**A_EDIT, "edit_min_total_steps": 8, "train_samples": 120, "save": str(tmp_path / "one")}
     log = train(2, in_rank=scripted(SCRIPT), **settings).stdout
-    assert re.findall(r"^sync (\d) at iteration (\d+): put off, (\d) steps", log, re.MULTILINE) == [
-        ("2", "9", "6"), ("3", "12", "6")
-    ]  # fmt: skip
-    assert syncs(log) == {1: 6, 4: 16}
+    assert re.findall(r"^sync (\d) at iteration (\d+): put off", log, re.MULTILINE) == [("2", "8")]
+    assert syncs(log) == {1: 6, 3: 11, 4: 15}
     halves = {**settings, "save": str(tmp_path / "two"), "load": str(tmp_path / "two")}
     stopped = train(2, in_rank=scripted(SCRIPT), exit_interval=8, **halves).stdout
-    assert "stop after iteration 9" in stopped
+    assert "stop after iteration 8" in stopped
     train(2, in_rank=scripted(SCRIPT), **halves)
-    assert differences(tmp_path / "one/iter_0000016", tmp_path / "two/iter_0000016") == []
+    assert differences(tmp_path / "one/iter_0000015", tmp_path / "two/iter_0000015") == []
 
 
 def test_length_in_iterations_is_refused() -> None:
     result = start(2, **{**A_EDIT, "train_iters": 12, "train_samples": None})
-    assert result.exit_codes[0] == 2 and "--train-samples 96 would work" in result.stderr
+    assert result.exit_codes[0] == 2 and "give --train-samples, for example 96" in result.stderr
 
 
 # ---- clocks and processes that misbehave -----------------------------------------------------------------------------

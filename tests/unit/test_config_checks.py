@@ -11,7 +11,9 @@ import pytest
 
 from megatron_edit.config import Config, ConfigError, batch_plan, check, configure, describe, notes, resolve
 from megatron_edit.config.flags import load_config
+from megatron_edit.config.printing import print_config
 from megatron_edit.config.schema import DataConfig, ParallelConfig, TrainingConfig
+from megatron_edit.sync.methods import METHODS
 
 BASE = "--mock-data --train-iters 100 --edit-sync-interval 10"
 
@@ -400,3 +402,63 @@ def test_world_size_one_with_two_replicas() -> None:
         configure(f"{BASE} --global-batch-size 8 --edit-num-replicas 2".split(), {}, "cpu")
     (problem,) = error.value.problems
     assert "--edit-num-replicas 2" in problem and "1 ranks" in problem and "start 2 ranks" in problem
+
+
+# ---- the synchronisation method --------------------------------------------------------------------------------------
+
+METHOD = "--mock-data --global-batch-size 8 --edit-num-replicas 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--train-iters 8 --edit-method a-edit", ["--train-iters 8", "--train-samples, for example 64"]),
+        ("--train-samples 64 --edit-method a-edit --edit-sync-interval 128", ["--edit-sync-interval 128", "600 seconds"]),
+        ("--edit-method a-edit", ["--train-samples"]),
+        ("--train-iters 8 --edit-sync-time 5", ["--edit-sync-time 5", "--edit-method edit"]),
+        ("--train-iters 8 --edit-min-total-steps 5", ["--edit-min-total-steps 5"]),
+        ("--train-samples 64 --edit-method a-edit --edit-step-weight-ratio 2", ["--edit-step-weight-ratio 2", "0.5"]),
+        ("--train-iters 8 --edit-method diloco --edit-sync-interval 0", ["--edit-sync-interval 0", "128"]),
+        ("--train-iters 8 --edit-sync-delay 2", ["--edit-sync-delay 2", "streaming"]),
+        ("--train-iters 8 --edit-method streaming --edit-sync-interval 4 --edit-sync-delay 5", ["delay 5", "0 to 4"]),
+        ("--train-iters 8 --edit-method streaming --edit-mixing-alpha 0.5", ["--edit-mixing-alpha 0.5", "delay"]),
+        ("--train-iters 8 --edit-method streaming --edit-num-fragments 7", ["--edit-num-fragments 7", "1 to 6"]),
+        ("--train-iters 8 --edit-method slowmo --edit-weighting softmax", ["--edit-weighting softmax", "edit, a-edit"]),
+        ("--train-iters 8 --edit-method post-local-sgd --edit-outer-lr 1", ["--edit-outer-lr 1", "no anchor"]),
+        ("--train-iters 8 --edit-method post-local-sgd --edit-cpu-offload", ["--edit-cpu-offload", "no anchor"]),
+        ("--train-iters 8 --edit-method co2-sharded --edit-cpu-offload", ["--edit-cpu-offload", "dealt out"]),
+        ("--train-iters 8 --edit-method co2 --edit-sync-placement step", ["--edit-sync-placement step", "round"]),
+        ("--train-iters 8 --edit-co2-gap-penalty 2", ["--edit-co2-gap-penalty 2", "co2"]),
+        ("--train-iters 8 --edit-method co2 --edit-inner-moments average", ["--edit-inner-moments", "--edit-method co2"]),
+        ("--train-iters 8 --edit-inner-moments-interval 2", ["--edit-inner-moments-interval 2", "average"]),
+        ("--train-iters 8 --edit-consensus sum --edit-comm-dtype int8", ["--edit-consensus sum", "--edit-comm-dtype int8"]),
+        ("--train-iters 8 --edit-sparsity-method random", ["--edit-sparsity-method random", "0.5"]),
+        ("--train-iters 8 --edit-method streaming --save-scope compact", ["--save-scope compact", "full"]),
+        ("--train-iters 8 --edit-cpu-offload --num-layers 96 --hidden-size 12288 --num-attention-heads 96",
+         ["--edit-cpu-offload", "GB", "2 ranks"]),
+    ],
+)  # fmt: skip
+def test_contradictions_of_a_method_are_one_clear_message(flags: str, named: list[str]) -> None:
+    problems = problems_of(f"{METHOD} {flags}", world_size=2)
+    assert len(problems) == 1, problems
+    for words in named:
+        assert words in problems[0], problems
+
+
+@pytest.mark.parametrize("flags", ["--edit-method nosync", "--edit-comm-dtype int2", "--edit-sync-delay -1"])
+def test_unknown_values_of_a_method_name_the_flag(flags: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configure(f"{METHOD} --train-iters 8 {flags}".split(), {"WORLD_SIZE": "2"}, "cpu")
+    assert flags.split()[0] in str(caught.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_resolves_and_its_printed_config_reads_back(method: str, tmp_path: Path) -> None:
+    length = "--train-samples 64" if method == "a-edit" else "--train-iters 8"
+    config = resolved(f"{METHOD} {length} --edit-method {method}", world_size=2)
+    if method != "baseline":
+        assert config.edit.edit_weighting == METHODS[method].weighting
+        assert config.edit.edit_outer_lr == METHODS[method].outer_lr
+    file = tmp_path / "printed.yaml"
+    file.write_text(print_config(config))
+    assert configure(["--config", str(file)], {"WORLD_SIZE": "2"}, "cpu")[0].edit == config.edit

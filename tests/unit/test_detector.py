@@ -309,6 +309,62 @@ class TestRuns:
         assert detector.observe(high, stepped).stays_high == [(0, 0, 10)]
 
 
+class TestSyncsOfSomeModules:
+    """Streaming: a sync is of the modules that are due; stepped may differ from module to module."""
+
+    def test_a_module_that_is_not_due_sees_and_says_nothing(self) -> None:
+        detector = AnomalyDetector(4, 2, warmup=3)
+        norms = 1 + 0.01 * gaussian(12, 4, 2, seed=30)
+        norms[10:, :3] += 5  # most replicas: two syncs into a row of three
+        flags_of(norms, detector)
+        before = {name: value.clone() for name, value in detector.state_dict().items()}
+        assert before["majority_streak"].tolist() == [2, 2] and before["streak"].any()
+        bad = torch.full((4, 2), math.nan, dtype=torch.float64)
+        verdict = detector.observe(bad, torch.zeros(4, dtype=torch.bool), torch.tensor([False, False]))
+        for name in ("flagged", "non_finite", "left_out", "restarted"):
+            assert not getattr(verdict, name).any(), name
+        assert verdict.stays_high == []
+        for name, value in detector.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        verdict = detector.observe(norms[-1], ALL_STEPPED, torch.tensor([True, False]))
+        assert verdict.restarted_modules == [0] and verdict.left_out.tolist() == [[True, False]] * 3 + [[False] * 2]
+        assert detector.state_dict()["majority_streak"].tolist() == [0, 2]
+
+    def test_alternating_syncs_equal_a_detector_of_each_module(self) -> None:
+        norms = 1 + 0.1 * gaussian(60, 3, 2, seed=31)
+        norms[40:, 1, 0] *= 3
+        norms[50:, :, 1] *= 4
+        norms[20, 2, 1] = math.nan
+        stepped = torch.ones(60, 3, 2, dtype=torch.bool)
+        stepped[30, 0] = torch.tensor([False, True])
+        both = AnomalyDetector(3, 2)
+        alone = [AnomalyDetector(3, 1), AnomalyDetector(3, 1)]
+        flags = 0
+        for t in range(60):
+            for m in range(2):
+                due = torch.arange(2) == m
+                found = both.observe(norms[t].masked_fill(~due, math.nan), stepped[t], due)
+                expected = alone[m].observe(norms[t, :, m : m + 1], stepped[t, :, m])
+                for name in ("flagged", "non_finite", "left_out", "streak"):
+                    assert torch.equal(getattr(found, name)[:, m], getattr(expected, name)[:, 0]), name
+                assert not found.left_out[:, 1 - m].any()
+                assert found.restarted_modules == [m] * len(expected.restarted_modules)
+                flags += int(found.flagged.sum())
+        assert flags > 20
+
+    def test_due_everywhere_is_the_default(self) -> None:
+        norms = 1 + 0.1 * gaussian(40, 4, 3, seed=32)
+        norms[30:, 1] *= 3
+        default, explicit = AnomalyDetector(4, 3), AnomalyDetector(4, 3)
+        for step_norms in norms:
+            stepped = ALL_STEPPED[:, None].expand(4, 3)
+            first = default.observe(step_norms, ALL_STEPPED)
+            second = explicit.observe(step_norms, stepped, torch.ones(3, dtype=torch.bool))
+            assert torch.equal(first.left_out, second.left_out)
+        for name, value in default.state_dict().items():
+            assert torch.equal(value, explicit.state_dict()[name]), name
+
+
 class TestState:
     def test_a_loaded_detector_goes_on_bit_equal(self) -> None:
         norms = 1 + 0.1 * gaussian(80, 4, 5, seed=17)

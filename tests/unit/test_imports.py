@@ -7,7 +7,7 @@ import pytest
 
 import megatron_edit.sync
 
-PURE = ("methods", "trigger", "detector", "penalty", "outer")
+PURE = ("methods", "trigger", "detector", "penalty", "outer", "compression", "reducers")
 
 
 @pytest.mark.parametrize("name", PURE)

@@ -259,7 +259,7 @@ def test_reserve_is_read_ahead_and_forgotten_at_the_sync() -> None:
 
     split = SplitDatasets((Watched(50),))
     loader = ReserveLoader(split.datasets, split.training_order(7), place=RankPlace(1, 0, 1, 0, 2), num_workers=1)
-    loader.refill(Reserve((range(0, 20),), 4))
+    loader.refill(Reserve((range(20),), 4))
     deadline = time.monotonic() + 10
     while sum(read.values()) < 8 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -276,7 +276,7 @@ def test_errors_in_a_reserve_arrive_with_their_cause(workers: int) -> None:
     split = SplitDatasets((dataset,))
     loader = ReserveLoader(split.datasets, split.training_order(7), place=RankPlace(2, 1, 1, 0, 2), num_workers=workers)
     dataset.bad = int(loader.order.sample_ids(np.array([9]))[0])
-    loader.refill(Reserve((range(0, 20),), 4))
+    loader.refill(Reserve((range(20),), 4))
     for _ in range(2):
         loader.next_batch()
     for _ in range(2):

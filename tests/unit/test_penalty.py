@@ -82,7 +82,33 @@ class TestReplicaWeights:
         torch.testing.assert_close(weights.sum(0), float64([1, 1]))
         assert weights[0, 0] >= weights[1, 0] >= weights[2, 0]
 
+    @settings(max_examples=100, deadline=None)
+    @given(columns, st.floats(0, 1), st.sampled_from(["softmax", "mean"]), st.data())
+    def test_shares_of_the_steps_enter_with_their_ratio(
+        self, column: tuple[list[float], list[bool]], ratio: float, weighting: str, data: st.DataObject
+    ) -> None:
+        """w_i = (1 - r) softmax_i + r steps_i / sum of the steps, over those who remain; the sum is 1, or 0."""
+        norms, left_out = (float64(column[0])[:, None], torch.tensor(column[1])[:, None])
+        steps = data.draw(st.lists(st.integers(1, 500), min_size=len(norms), max_size=len(norms)))
+        weights = replica_weights(norms, left_out, weighting, 1.0, torch.tensor(steps), ratio)[:, 0].tolist()
+        without = replica_weights(norms, left_out, weighting, 1.0)[:, 0].tolist()
+        total = sum(s for s, out in zip(steps, column[1], strict=True) if not out)
+        for weight, plain, own, out in zip(weights, without, steps, column[1], strict=True):
+            assert weight == (0.0 if out else pytest.approx((1 - ratio) * plain + ratio * own / total, rel=1e-12))
+        assert sum(weights) == (pytest.approx(1.0) if total else 0.0)
+
+    def test_steps_by_hand(self) -> None:
+        """The slow replica has the smaller norm; the third made the most steps, but is left out of module 1."""
+        left_out = torch.tensor([[False, False], [False, False], [False, True]])
+        norms = torch.zeros(3, 2, dtype=torch.float64)
+        weights = replica_weights(norms, left_out, "softmax", 1.0, float64([1.0, 3.0, 6.0]), 0.5)
+        expected = float64([[1 / 6 + 0.05, 0.25 + 0.125], [1 / 6 + 0.15, 0.25 + 0.375], [1 / 6 + 0.3, 0.0]])
+        torch.testing.assert_close(weights, expected)
+
     def test_bad_settings_are_refused(self) -> None:
+        for ratio in (-0.1, 1.1, math.nan):
+            with pytest.raises(ValueError, match=f"got {ratio}; try"):
+                replica_weights(torch.ones(3, 2, dtype=torch.float64), NOBODY, "mean", 1.0, torch.ones(3), ratio)
         with pytest.raises(ValueError, match="known: softmax, mean"):
             replica_weights(torch.ones(3, 2, dtype=torch.float64), NOBODY, "median")
         for temperature in (0.0, -1.0, math.nan):

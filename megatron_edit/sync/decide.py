@@ -1,0 +1,66 @@
+"""What the replicas agree on before anything is averaged: who takes part in which module, and with which weight. Pure.
+
+Rules of all methods (ours where their papers are silent): a replica is left out of a module's average when it is not
+finite there, or made no update since the module's last sync, or, with anomaly elimination, is far above its own past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_edit.config.schema import EditConfig
+from megatron_edit.sync.detector import AnomalyDetector
+from megatron_edit.sync.event import SyncDecision
+from megatron_edit.sync.methods import Method
+from megatron_edit.sync.penalty import replica_weights
+
+
+class Decider:
+    """Holds the detectors. Every rank feeds it the same numbers and so comes to the same decisions."""
+
+    def __init__(self, config: EditConfig, method: Method, num_replicas: int, num_modules: int) -> None:
+        assert config.edit_anomaly_threshold is not None and config.edit_weighting is not None, "not resolved"
+        self.weighting = config.edit_weighting
+        self.temperature = config.edit_softmax_temperature
+        self.by_time = method.trigger == "time"
+        self.step_weight_ratio = config.edit_step_weight_ratio
+        self.detector = AnomalyDetector(
+            num_replicas,
+            num_modules,
+            threshold=config.edit_anomaly_threshold,
+            alpha=config.edit_anomaly_alpha,
+            warmup=config.edit_anomaly_warmup_syncs,
+        )
+        self._shape = (num_replicas, num_modules)
+
+    def decide(
+        self, index: int, iteration: int, modules: Sequence[int], norms: torch.Tensor, steps: torch.Tensor
+    ) -> SyncDecision:
+        """The decision on sync `index` for `modules` (indices, m of them).
+
+        norms  fp64 [R, m], G of each replica; may be NaN or infinite
+        steps  int64 [R, m], updates of each replica since the module's last sync
+        """
+        columns = torch.tensor(list(modules), dtype=torch.int64)
+        due = torch.zeros(self._shape[1], dtype=torch.bool)
+        due[columns] = True
+        all_norms = torch.zeros(self._shape, dtype=torch.float64)
+        all_norms[:, columns] = norms
+        all_steps = torch.zeros(self._shape, dtype=torch.int64)
+        all_steps[:, columns] = steps
+        # A slow replica has a small norm: what the detector sees is the norm of a random walk of one step (ours).
+        observed = all_norms / all_steps.clamp(min=1).sqrt() if self.by_time else all_norms
+        verdict = self.detector.observe(observed, all_steps > 0, due)
+        left_out = verdict.left_out | ~due
+        weights = replica_weights(
+            all_norms,
+            left_out,
+            self.weighting,
+            self.temperature,
+            steps=all_steps[:, columns[0]] if self.by_time and len(columns) else None,
+            step_weight_ratio=self.step_weight_ratio,
+        )
+        rolled_back = due & verdict.left_out.all(dim=0)
+        return SyncDecision(index, iteration, due, all_norms, all_steps, verdict, weights, rolled_back)

@@ -1,0 +1,126 @@
+"""One sync from its decision to its last update: what the replicas agreed on, and what became of it.
+
+M: modules of this rank's stage. R: replicas. Modules whose sync was not due have columns of False and zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_edit.sync.detector import DetectorVerdict
+
+
+@dataclass(frozen=True)
+class SyncDecision:
+    """What all replicas know of one sync before any parameter travels."""
+
+    index: int  # 1 for the first sync
+    iteration: int  # optimizer steps of this replica before it
+    due: torch.Tensor  # [M] bool: modules that take part
+    norms: torch.Tensor  # [R, M] fp64, G of arXiv 2412.07210; without an anchor the norms of the parameters
+    steps: torch.Tensor  # [R, M] int64: updates of the module since it was last synchronised
+    verdict: DetectorVerdict
+    weights: torch.Tensor  # [R, M] fp64, 0 where left out
+    rolled_back: torch.Tensor  # [M] bool: every replica left out
+
+    @property
+    def stepped(self) -> torch.Tensor:
+        """bool [R]: the replica made a step that counts in some module."""
+        return self.steps.gt(0).any(dim=1)
+
+    def merged(self, other: SyncDecision) -> SyncDecision:
+        """This decision, with the columns of the modules that are due in `other` of the same sync."""
+
+        def columns(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+            return torch.where(other.due, theirs, mine)
+
+        def pick(name: str) -> torch.Tensor:
+            return columns(getattr(self.verdict, name), getattr(other.verdict, name))
+
+        verdict = DetectorVerdict(*map(pick, ("flagged", "non_finite", "left_out", "restarted", "streak")))
+        return SyncDecision(
+            self.index,
+            self.iteration,
+            self.due | other.due,
+            columns(self.norms, other.norms),
+            columns(self.steps, other.steps),
+            verdict,
+            columns(self.weights, other.weights),
+            columns(self.rolled_back, other.rolled_back),
+        )
+
+
+@dataclass(frozen=True)
+class SyncResult:
+    """One completed sync, as this rank saw it."""
+
+    decision: SyncDecision
+    clip_coefficients: torch.Tensor  # [M] fp64; 1 where rolled back or not due
+    bytes_sent: int
+    exposed_ms: float
+    total_ms: float  # from the decision to the last module's update
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """All replicas have met: a sync was decided (or, too early for it, put off), and these are its step counts."""
+
+    index: int  # of the sync, 1 for the first
+    steps: tuple[int, ...]  # [R] iterations of each replica since the meeting before, or since the warm-up ended
+    averaged: bool  # False: fewer steps than --edit-min-total-steps, the replicas go on as they are
+
+
+@dataclass
+class SyncEvent:
+    """A sync in progress. It ends after the same step on all ranks, also where none of its modules lies."""
+
+    decision: SyncDecision
+    decided_at: Any  # event of the computing stream
+    clip_coefficients: list[torch.Tensor]  # [M] 0-d fp64 each
+    in_forward: bool = False  # its modules are updated in the forward pass of the step after
+    apply_after: int | None = None  # with a delay: the step after which they are updated
+    inner_lr: float = 0.0  # of the step before it
+    modules_left: int = 0
+    bytes_sent: int = 0
+    exposed: list[tuple[Any, Any]] = field(default_factory=list)  # pairs of events
+    updated_at: Any = None  # event after the last module's update
+
+    def result(self) -> SyncResult:
+        """What is left of it; the device must have finished."""
+        last = self.updated_at or self.decided_at
+        return SyncResult(
+            decision=self.decision,
+            clip_coefficients=torch.stack([beta.cpu() for beta in self.clip_coefficients]),
+            bytes_sent=self.bytes_sent,
+            exposed_ms=sum(start.elapsed_time(end) for start, end in self.exposed),
+            total_ms=self.decided_at.elapsed_time(last),
+        )
+
+
+@dataclass
+class Pending:
+    """State of one module between the decision and its update.
+
+    `buffer` [numel] fp32: this replica's weighted pseudo gradient, then the average over the replicas (without an
+    anchor: of the parameters). `at_launch` [numel] fp32: the masters when it was launched, kept with a delay only.
+    """
+
+    event: SyncEvent
+    weight: float  # of this replica
+    rolled_back: bool
+    kept: bool  # this replica is in the average
+    buffer: torch.Tensor | None = None
+    at_launch: torch.Tensor | None = None
+    moments: torch.Tensor | None = None  # [2 numel] fp32, on its way to the average of Adam's moments
+    handles: list[Any] = field(default_factory=list)
+    previous: Pending | None = None  # of the sync before, which is applied first (placement "round")
+
+    def wait(self) -> None:
+        """What is on its way has arrived afterwards; on CUDA for the current stream, not the host."""
+        for handle in self.handles:
+            if handle is not None:
+                handle.wait()
+        self.handles = []
