@@ -77,11 +77,11 @@ def padded(step_seconds: list[float], folder: Path) -> Callable[[int], None]:
         from megatron_edit.train.step import TrainStep
         from megatron_edit.train.trainer import Trainer
 
-        run, iterate, count = TrainStep._update, Trainer._iterate, [0]
+        run, iterate, count = TrainStep._clipped_gradient, Trainer._iterate, [0]
         began = [0.0]
 
-        def padded_update(self: TrainStep, *arguments: object) -> object:
-            """Sleeps before the update, as a slow forward and backward pass would."""
+        def padded_gradient(self: TrainStep, *arguments: object) -> object:
+            """Sleeps before the norm, as a slow forward and backward pass would."""
             time.sleep(max(0.0, began[0] + step_seconds[rank] - time.perf_counter()))
             began[0] = time.perf_counter()
             count[0] += 1
@@ -94,7 +94,7 @@ def padded(step_seconds: list[float], folder: Path) -> Callable[[int], None]:
             Path(folder, f"{rank}.json").write_text(json.dumps(numbers))
             return result
 
-        TrainStep._update, Trainer._iterate = padded_update, timed  # type: ignore[method-assign,assignment]
+        TrainStep._clipped_gradient, Trainer._iterate = padded_gradient, timed  # type: ignore[method-assign,assignment]
 
     return in_rank
 

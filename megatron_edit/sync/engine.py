@@ -160,19 +160,20 @@ class SyncEngine:
         return [module for module in self.modules if module.fragment in due][: config.edit_prefetch_depth + 1]
 
     @torch.no_grad()
-    def begin_sync(self, modules: list[ModuleShard]) -> None:
+    def begin_sync(self, modules: list[ModuleShard], *, updated: bool = True) -> None:
         """Decides and launches `leading_modules()`, whose parameters are updated, while the others are yet to be.
 
-        The step must be one that updates; `after_step` follows. The first messages so travel during the update.
+        `after_step` follows. The first messages so travel during the update. A replica whose step updates nothing calls
+        it too: the others exchange these modules' norms by themselves, before the rest.
         """
         assert self._begun is None
         self.drain()
         trigger = self.trigger
-        self.updates += 1
+        self.updates += int(updated)
         event, meeting = self._decide(
             modules, trigger.syncs + 1, trigger.steps + 1, steps=trigger.steps_since_sync + 1, keep=len(modules)
         )
-        self.updates -= 1
+        self.updates -= int(updated)
         if event is not None:
             event.in_forward = True
             self._order, self._launched = [module.index for module in modules], 0

@@ -189,7 +189,7 @@ class RunCheckpoints:
             return self._start(Position(), resumed=False)
         saved = candidate.manifest.content
         weights_only = settings.finetune or not settings.load_optim
-        reserves = None if settings.finetune else self._reserves(candidate)
+        reserves = None if settings.finetune else saved.get("reserves")
         resized = saved["layout"]["sync"] != self._replica.mesh.num_replicas
         if weights_only:
             iteration = 0 if settings.finetune else candidate.manifest.iteration
@@ -226,24 +226,23 @@ class RunCheckpoints:
                 start = replace(start, schedule=_saved_schedule(schedule))
             what = "resumed"
             self._saved_iteration = self._iteration_here(candidate)
+        self._check_reserves(candidate, reserves)
         self._say(f"loaded {describe_candidate(candidate.folder, saved)}")
         for remark in remarks:
             self._say(remark)
         self._say(f"{what} iteration {candidate.manifest.iteration} of {start.train_iters} from {load}")
         return start
 
-    def _reserves(self, candidate: Candidate) -> dict[str, Any] | None:
-        """Position of a run with unequal step counts. Another method can take it up where no sample was left out."""
-        reserves: dict[str, Any] | None = candidate.manifest.content.get("reserves")
-        if reserves and reserves["ranges"] and self._engine.method.equal_steps:
+    def _check_reserves(self, candidate: Candidate, reserves: dict[str, Any] | None) -> None:
+        """Steps that all replicas take together read on from one position: no sample may be left out before it."""
+        if reserves and reserves["ranges"] and (self._engine.method.equal_steps or self._engine.synchronous):
             unused = sum(stop - start for start, stop in reserves["ranges"])
             raise CheckpointError(
                 f"{candidate.folder} was saved by --edit-method {candidate.manifest.content['method']}: {unused} "
                 f"samples before its position {reserves['frontier']} are still to be used, which --edit-method "
-                f"{self._config.edit.edit_method} cannot do; go on with that method, or start from the weights "
-                "with --finetune"
+                f"{self._config.edit.edit_method}{' in its warm-up' if self._engine.synchronous else ''} cannot do; go "
+                "on with that method, or start from the weights with --finetune"
             )
-        return reserves
 
     def _warn_of_used_folder(self, writer: CheckpointWriter) -> None:
         """A new run in the folder of another writes over it; --load would have gone on with that one."""

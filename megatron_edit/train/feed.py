@@ -13,14 +13,14 @@ from megatron_edit.train.pace import Pace
 class TrainingFeed:
     """Global batches until `deal` is called, reserves from then on. All ranks deal alike, and nothing travels.
 
-    `state`: of the pool of a run that goes on; None: all samples after those of `pace` are unused.
+    `state`: of the pool of a run that goes on; None, or one without holes: all samples after those of `pace` are unused.
     """
 
     def __init__(self, data: RunData, pace: Pace, replica: int, state: dict[str, Any] | None) -> None:
         self._data = data
         self._pace = pace
         self._replica = replica
-        self._state = state
+        self._state = state if state and state["ranges"] else None  # a warm-up may move on before the first deal
         self._loader: MicrobatchLoader | None = None
         self._reserve_loader: ReserveLoader | None = None
         self._pool: SamplePool | None = None

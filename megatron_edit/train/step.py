@@ -64,48 +64,52 @@ class TrainStep:
         replica.optimizer.zero_grad()
         replica.set_learning_rate(learning_rate)
         losses = replica.forward_backward(microbatches)
-        if self._counts_no_token():  # Adam would decay the weights and move on its momentum
-            updated, grad_norm, asked = False, None, self._agree(asks_for_sync())
+        if self._counts_no_token():
+            grad_norm, asked = None, self._agree(asks_for_sync())
         else:
-            updated, grad_norm, asked = self._update(asks_for_sync)
+            grad_norm, asked = self._clipped_gradient(asks_for_sync)
+        updated = grad_norm is not None and math.isfinite(grad_norm)
+        self._step_optimizer(asked, updated)
         meeting = replica.engine.after_step(updated, learning_rate=learning_rate, asked=asked)
         loss_sum, tokens = sum_losses(losses, replica.mesh.platform.device)
         return StepOutcome(loss_sum, tokens, grad_norm, updated, meeting)
 
     @torch.no_grad()
-    def _update(self, asks_for_sync: Callable[[], bool]) -> tuple[bool, float | None, bool]:
-        """megatron-core's optimizer step, left out when the gradient's norm is not finite (ours): (done, norm, asked).
+    def _clipped_gradient(self, asks_for_sync: Callable[[], bool]) -> tuple[float | None, bool]:
+        """Makes the gradient ready for the inner optimizer: (norm before clipping, what the replica's ranks asked).
 
-        The norm is the replica's, so its ranks agree; in synchronous steps it is everybody's. One bad batch then costs
-        a step, not the weights: without a sync (`baseline`, warm-up) nothing could bring them back.
+        The norm is the replica's, so its ranks agree; in synchronous steps it is everybody's. None: fp16 overflow.
         """
         optimizer, clip_grad = self.replica.optimizer, self.replica.config.optimizer.clip_grad
         if optimizer.prepare_grads():  # fp16 overflow
-            return False, None, self._agree(asks_for_sync())
+            return None, self._agree(asks_for_sync())
         norm, asked = self.norm_and_flag(asks_for_sync())
-        if not math.isfinite(norm):
-            return False, norm, asked
-        if clip_grad > 0:
+        if clip_grad > 0 and math.isfinite(norm):
             for part in optimizer.chained_optimizers:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=clip_grad, total_norm=norm)
-        self._step_optimizer(asked)
-        return True, norm, asked
+        return norm, asked
 
-    def _step_optimizer(self, asked: bool) -> None:
-        """The inner optimizer's update. When a sync is due the modules that it begins with come first, so that their
-        messages are under way while the others are updated."""
+    @torch.no_grad()
+    def _step_optimizer(self, asked: bool, updated: bool) -> None:
+        """The inner optimizer's update, left out without a token (Adam would decay the weights and move on its
+        momentum) and when the gradient is not finite (ours): one bad batch then costs a step, not the weights, which
+        in synchronous steps no sync could bring back.
+
+        When a sync is due the modules that it begins with come first, so that their messages are under way while the
+        others are updated; a replica that updates nothing joins in their exchange all the same.
+        """
         optimizer, engine = self.replica.optimizer, self.replica.engine
         leading = engine.leading_modules(asked) if counts_steps_per_parameter(optimizer) else []
-        if not leading:
-            optimizer.step_with_ready_grads()
-            return
         first = {id(piece.optimizer_parameter) for module in leading for piece in module.slices}
-        with only_parameters(optimizer, lambda parameter: id(parameter) in first):
-            for part in optimizer.chained_optimizers:
-                part.optimizer.step()
-        engine.begin_sync(leading)
-        with only_parameters(optimizer, lambda parameter: id(parameter) not in first):
-            optimizer.step_with_ready_grads()
+        if leading:
+            if updated:
+                with only_parameters(optimizer, lambda parameter: id(parameter) in first):
+                    for part in optimizer.chained_optimizers:
+                        part.optimizer.step()
+            engine.begin_sync(leading, updated=updated)
+        if updated:
+            with only_parameters(optimizer, lambda parameter: id(parameter) not in first):
+                optimizer.step_with_ready_grads()
 
     def norm_and_flag(self, flag: bool) -> tuple[float, bool]:
         """Norm of the replica's gradient, and whether any of its ranks has `flag` set: one reduction for both.

@@ -59,7 +59,7 @@ def collectives_of_a_step(rank: int, world_size: int, method: str) -> list[int]:
     config = tiny_config(world_size, edit_method=method, edit_sync_time=600.0, edit_num_replicas=2)
     replica = tiny_replica(config)
     step, sizes = TrainStep(replica), []
-    update = step._update
+    gradient = step._clipped_gradient
 
     def watched(asks: Any) -> Any:
         original = dist.all_reduce
@@ -67,11 +67,11 @@ def collectives_of_a_step(rank: int, world_size: int, method: str) -> list[int]:
             tensor, *rest, **options
         )
         try:
-            return update(asks)
+            return gradient(asks)
         finally:
             dist.all_reduce = original
 
-    step._update = watched  # type: ignore[method-assign]
+    step._clipped_gradient = watched  # type: ignore[method-assign]
     step.run(rank_microbatches(config, replica.mesh, tiny_global_batch(config, 1)), 1e-3)
     return sizes
 
@@ -105,6 +105,25 @@ def steps_without_a_token(rank: int, world_size: int, mask_all: bool) -> list[An
 def finish(replica: Replica) -> None:
     replica.engine.drain()
     dist.barrier()
+
+
+def steps_up_to_a_sync(rank: int, world_size: int) -> Any:
+    """Replica 1 sees masked tokens only in the step of the sync, and updates nothing in it."""
+    config = tiny_config(world_size, edit_sync_interval=2, edit_num_replicas=2)
+    replica = tiny_replica(config)
+    step, outcome = TrainStep(replica), None
+    for iteration in (1, 2, 3):
+        batch = rank_microbatches(config, replica.mesh, tiny_global_batch(config, iteration))
+        if iteration == 2 and replica.mesh.replica == 1:
+            for microbatch in batch:
+                microbatch["loss_mask"].zero_()
+        last, outcome = outcome, step.run(batch, 1e-3)
+    return last is not None and (last.updated, last.meeting and last.meeting.steps)
+
+
+def test_a_replica_without_an_update_joins_the_exchange() -> None:
+    """The others exchange the first modules' norms before they update the rest; so must one that updates nothing."""
+    assert run_ranks(steps_up_to_a_sync, 2, timeout_s=40) == [(True, (2, 2)), (False, (2, 2))]
 
 
 @pytest.mark.parametrize("mask_all", [False, True])

@@ -15,6 +15,7 @@ A_EDIT: dict[str, Any] = {
     "edit_method": "a-edit",
     "train_iters": None,
     "train_samples": 240,
+    "edit_sync_interval": None,
     "edit_sync_time": 1.0,
     "edit_warmup_steps": 2,
     "seed": SEED,
@@ -59,15 +60,16 @@ def scripted(script: Script, *, epoch_size: int | None = None, rates: Path | Non
 
 
 def slowed(seconds: Sequence[float]) -> Callable[[int], None]:
-    """Each step of rank r sleeps `seconds[r]`."""
+    """Each step of rank r takes `seconds[r]`, its computation included where the machine is not too busy for it."""
 
     def in_rank(rank: int) -> None:
         from megatron_edit.train.step import TrainStep
 
-        run = TrainStep.run
+        run, ended = TrainStep.run, [time.monotonic()]
 
         def slow(self: TrainStep, *arguments: Any) -> Any:
-            time.sleep(seconds[rank])
+            time.sleep(max(0.0, ended[0] + seconds[rank] - time.monotonic()))
+            ended[0] = time.monotonic()
             return run(self, *arguments)
 
         TrainStep.run = slow  # type: ignore[method-assign]
