@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_edit.config.schema import Config
 from megatron_edit.train.loglines import SyncReport, TrainReport
 
 if TYPE_CHECKING:
@@ -100,6 +101,26 @@ def training_flops_per_token(
     layer_weights = attention_weights + 3 * hidden_size * ffn_hidden_size
     attention_scores = 2 * seq_length * query_size  # query x key, and probabilities x value
     return 6.0 * (num_layers * (layer_weights + attention_scores) + hidden_size * vocab_size)
+
+
+def throughput_of(config: Config, vocab_size: int, replica_devices: int) -> Throughput:
+    """Of a resolved `config`."""
+    model, training = config.model, config.training
+    assert model.ffn_hidden_size and model.num_query_groups and model.kv_channels and training.replica_batch_size
+    return Throughput(
+        replica_tokens=training.replica_batch_size * model.seq_length,
+        replica_devices=replica_devices,
+        flops_per_token=training_flops_per_token(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            ffn_hidden_size=model.ffn_hidden_size,
+            num_attention_heads=model.num_attention_heads,
+            num_query_groups=model.num_query_groups,
+            kv_channels=model.kv_channels,
+            seq_length=model.seq_length,
+            vocab_size=vocab_size,
+        ),
+    )
 
 
 @dataclass

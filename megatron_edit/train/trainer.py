@@ -26,7 +26,7 @@ from megatron_edit.train.data import RunData
 from megatron_edit.train.evaluate import evaluate
 from megatron_edit.train.feed import TrainingFeed
 from megatron_edit.train.loglines import EvaluationReport
-from megatron_edit.train.metrics import MetricsReducer, Reporter, Throughput, training_flops_per_token
+from megatron_edit.train.metrics import MetricsReducer, Reporter, throughput_of
 from megatron_edit.train.output import RunOutput
 from megatron_edit.train.pace import Pace
 from megatron_edit.train.replica import build_replica, mesh_of
@@ -84,7 +84,9 @@ class Trainer:
             platform.device,
             Reporter.from_mesh(self.mesh),
             train_iters=self.train_iters,
-            throughput=self._throughput() if config.logging.log_throughput else None,
+            throughput=throughput_of(config, self.vocab_size, self.mesh.layout.replica_size)
+            if config.logging.log_throughput
+            else None,
         )
 
     @property
@@ -236,24 +238,6 @@ class Trainer:
 
     def _flush_log(self) -> None:
         self._output.show(self._metrics.flush(self.config.parallel.distributed_timeout_seconds))
-
-    def _throughput(self) -> Throughput:
-        model, training = self.config.model, self.config.training
-        assert model.ffn_hidden_size and model.num_query_groups and model.kv_channels and training.replica_batch_size
-        return Throughput(
-            replica_tokens=training.replica_batch_size * model.seq_length,
-            replica_devices=self.mesh.layout.replica_size,
-            flops_per_token=training_flops_per_token(
-                num_layers=model.num_layers,
-                hidden_size=model.hidden_size,
-                ffn_hidden_size=model.ffn_hidden_size,
-                num_attention_heads=model.num_attention_heads,
-                num_query_groups=model.num_query_groups,
-                kv_channels=model.kv_channels,
-                seq_length=model.seq_length,
-                vocab_size=self.vocab_size,
-            ),
-        )
 
     def _announce(self) -> None:
         """What was built, before the first iteration: blocks of ranks, and parameters counted over the ranks."""

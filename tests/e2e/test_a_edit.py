@@ -58,6 +58,24 @@ def test_log_data_and_learning_rate(tmp_path: Path) -> None:
         assert rates == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_model_parallel_size": 2},
+        pytest.param({"pipeline_model_parallel_size": 2}, marks=pytest.mark.full),  # the same on other layouts
+        pytest.param({}, marks=pytest.mark.full),
+    ],
+    ids=["R2xTP2", "R2xPP2", "R2xS2"],
+)
+def test_ranks_of_a_replica_decide_together(layout: dict[str, int], tmp_path: Path) -> None:
+    """The leader's clock counts; those of the other ranks run away."""
+    ids = tmp_path / "ids.jsonl"
+    settings = {**A_EDIT, **layout, "train_samples": 400, "exit_interval": 11, "log_sample_ids": str(ids)}
+    log = train(4, in_rank=scripted(SCRIPT), **settings).stdout
+    assert list(training_lines(log)) == [1, 2, *MEETINGS[:3]] and list(syncs(log).values()) == MEETINGS[:3]
+    assert audit(ids) == CONSUMED[2] and steps_of(ids, 2) == [15, 7]
+
+
 def scheduled(replica: int, intervals: int) -> list[float]:
     """rules.md: S_last + own samples since the sync x (all / own in the previous interval; R at first)."""
     positions, last, ratio = [0.0, 8.0], 16.0, 2.0
@@ -159,7 +177,8 @@ def test_stop_request_brings_the_sync_forward(tmp_path: Path) -> None:
 def test_a_replica_that_has_used_up_its_reserve_enters_early(tmp_path: Path) -> None:
     """T is never over. Equal shares of the epoch first, at its end one batch each, then 1.5 of the steps before."""
     ids = tmp_path / "ids.jsonl"
-    settings = {**A_EDIT, "edit_warmup_steps": 0, "train_samples": 100, "edit_sync_time": 1e6, "log_sample_ids": str(ids)}
+    settings = {**A_EDIT, "edit_warmup_steps": 0, "train_samples": 100, "edit_sync_time": 1e6}
+    settings |= {"log_sample_ids": str(ids)}
     log = train(2, in_rank=scripted([[1], [1]], epoch_size=30), **settings).stdout
     # epoch of 30: 3 + 3 batches of 4, and 6 samples left; 1 + 1, across its end; 2 + 2; 2 + 1 to the next end; ...
     assert [int(f["consumed samples"]) for f in training_lines(log).values()] == [24, 32, 48, 60, 80, 88, 96, 104]
@@ -229,8 +248,8 @@ def misbehaving(folder: Path) -> Any:
 def test_late_stopped_and_jumping_replicas_meet(tmp_path: Path) -> None:
     """Nothing hangs, the k-th syncs meet, and the replicas' parameters are equal after each."""
     ids = tmp_path / "ids.jsonl"
-    settings = {**A_EDIT, "edit_sync_time": 0.5, "edit_num_replicas": 3, "global_batch_size": 12, "edit_warmup_steps": 1}
-    settings |= {"train_samples": 1200, "log_sample_ids": str(ids), "log_interval": 10_000}
+    settings = {**A_EDIT, "edit_sync_time": 0.5, "edit_warmup_steps": 1, "edit_num_replicas": 3}
+    settings |= {"global_batch_size": 12, "train_samples": 1200, "log_sample_ids": str(ids), "log_interval": 10_000}
     result = train(3, in_rank=misbehaving(tmp_path), **settings)
     assert result.seconds > LATE_S + STOPPED_S
     boundaries = [lines_of(tmp_path / f"{rank}.boundaries") for rank in range(3)]
@@ -243,7 +262,8 @@ def test_late_stopped_and_jumping_replicas_meet(tmp_path: Path) -> None:
 def test_the_fast_replica_takes_more_steps(tmp_path: Path) -> None:
     """One of two replicas three times as slow; loose, as CI machines are busy: benchmarks/straggler.py measures."""
     ids = tmp_path / "ids.jsonl"
-    settings = {**A_EDIT, "edit_sync_time": 2.0, "edit_warmup_steps": 0, "train_samples": 216, "log_sample_ids": str(ids)}
+    settings = {**A_EDIT, "edit_sync_time": 2.0, "edit_warmup_steps": 0, "train_samples": 216}
+    settings |= {"log_sample_ids": str(ids)}
     train(2, in_rank=slowed([0.1, 0.3]), **settings)
     fast, slow = steps_of(ids, 2)
     assert 1.5 < fast / slow < 3.5 and audit(ids) >= 216

@@ -42,8 +42,9 @@ def scripted(script: Script, *, epoch_size: int | None = None, rates: Path | Non
             steps_of = script[self.mesh.replica]
 
             def step(microbatches: Any, learning_rate: float, *rest: Any) -> Any:
-                now[0] += 1.001 / steps_of[trigger.syncs % len(steps_of)]
-                if rates is not None and self.mesh.is_replica_leader:
+                leads = self.mesh.is_replica_leader
+                now[0] += 1.001 / steps_of[trigger.syncs % len(steps_of)] if leads else 100  # others are not asked
+                if rates is not None and leads:
                     with (rates / f"{self.mesh.replica}.rates").open("a") as file:
                         file.write(f"{learning_rate!r}\n")
                 return run(microbatches, learning_rate, *rest)
