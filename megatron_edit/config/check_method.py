@@ -35,8 +35,8 @@ def _check_trigger(config: Config, method: Method) -> Iterator[str]:
     if method.trigger != "time":
         for setting in filter(lambda s: _changed(config, s), _ONLY_BY_TIME):
             yield (
-                f"{flag_of(setting)} {value_of(config, setting)} is a-edit's, and {name} synchronises by steps: leave it "
-                "out, or give --edit-method a-edit"
+                f"{flag_of(setting)} {value_of(config, setting)} is a-edit's, and {name} synchronises by steps: leave "
+                "it out, or give --edit-method a-edit"
             )
         if edit.edit_sync_interval == 0 and method.is_local:
             yield (
@@ -113,8 +113,8 @@ def _check_combinations(config: Config, method: Method) -> Iterator[str]:
         yield f"--edit-inner-moments-interval {edit.edit_inner_moments_interval} needs --edit-inner-moments average"
     if edit.edit_consensus != "none" and edit.edit_comm_dtype != "fp32":
         yield (
-            f"--edit-consensus {edit.edit_consensus} and --edit-comm-dtype {edit.edit_comm_dtype} contradict: the votes "
-            "on signs are counted in fp32"
+            f"--edit-consensus {edit.edit_consensus} and --edit-comm-dtype {edit.edit_comm_dtype} contradict: the "
+            "votes on signs are counted in fp32"
         )
     if _changed(config, "edit_sparsity_method") and edit.edit_sparsity == 0:
         yield f"--edit-sparsity-method {edit.edit_sparsity_method} needs --edit-sparsity above 0, for example 0.5"
@@ -137,8 +137,8 @@ def check_offload(config: Config, world_size: int, local_world_size: int, free_b
     if needed > free_bytes:
         yield (
             f"--edit-cpu-offload needs at least {needed / 1e9:.1f} GB of host memory on a node (anchor and outer "
-            f"momentum of its {local_world_size} ranks), {free_bytes / 1e9:.1f} GB are free: leave it out, or let fewer "
-            "replicas share a node"
+            f"momentum of its {local_world_size} ranks), {free_bytes / 1e9:.1f} GB are free: leave it out, or let "
+            "fewer replicas share a node"
         )
 
 

@@ -13,10 +13,8 @@ Formulas: arXiv 2412.07210 and docs/methods.md; where this project decided, the 
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,37 +22,26 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_edit.config.schema import EditConfig
 from megatron_edit.parallel.mesh import Mesh
+from megatron_edit.sync.buffers import BufferPool, most_at_once
 from megatron_edit.sync.compression import codec_of
 from megatron_edit.sync.decide import Decider
 from megatron_edit.sync.event import Meeting, Pending, SyncDecision, SyncEvent, SyncResult
-from megatron_edit.sync.methods import Method, get_method
+from megatron_edit.sync.inner_moments import InnerMoments
+from megatron_edit.sync.methods import get_method
 from megatron_edit.sync.modules import GradientReducer, ModuleShard, ReplicaDataParallel, collect_modules
 from megatron_edit.sync.notices import SyncWarnings
 from megatron_edit.sync.outer import OUTER_STEPS, OuterSettings
-from megatron_edit.sync.outer_state import HostOuterState, OuterState, ShardedOuterState
+from megatron_edit.sync.outer_state import build_outer_state
 from megatron_edit.sync.penalty import clip_coefficient
-from megatron_edit.sync.reducers import sparsify_
+from megatron_edit.sync.reducers import generator_of, sparsify_
 from megatron_edit.sync.transport import SyncTransport
-from megatron_edit.sync.trigger import StepTrigger, TimeTrigger, Trigger
+from megatron_edit.sync.trigger import StepTrigger, build_trigger
 
 Observer = Callable[[str, ModuleShard], None]
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class NonFiniteSyncError(RuntimeError):
     """Every replica is non-finite in a module, and the method keeps no anchor to go back to."""
-
-
-def build_trigger(config: EditConfig, method: Method, num_modules: int) -> Trigger:
-    """The trigger of `method`; a method without local steps never leaves its warm-up."""
-    warmup_steps = config.edit_warmup_steps if method.is_local else None
-    if method.trigger == "time":
-        assert config.edit_sync_time is not None, "the config is not resolved"
-        return TimeTrigger(config.edit_sync_time, warmup_steps)
-    interval, fragments = max(config.edit_sync_interval, 1), 1
-    if method.trigger == "staggered":
-        fragments = config.edit_num_fragments or min(num_modules, interval)
-    return StepTrigger(interval, warmup_steps, fragments)
 
 
 class SyncEngine:
@@ -92,7 +79,14 @@ class SyncEngine:
             codec=None if config.edit_comm_dtype == "fp32" else codec_of(config.edit_comm_dtype),
             consensus=config.edit_consensus,
         )
-        self.outer_state = self._build_outer_state()
+        self.outer_state = build_outer_state(
+            self.modules,
+            mesh.platform,
+            self.transport,
+            sharded=self.method.shards_over_sync,
+            on_host=config.edit_cpu_offload,
+        )
+        self.buffers = BufferPool(mesh.platform.device)
         self.decider = Decider(config, self.method, mesh.num_replicas, len(self.modules))
         self.errors: list[torch.Tensor] = []  # [numel] fp32 of each module: what compression has not sent yet
         self.last_decision: SyncDecision | None = None
@@ -100,13 +94,12 @@ class SyncEngine:
         self.events: list[SyncEvent] = []  # in progress, oldest first
         self.updates = 0  # steps that changed this replica's parameters
         self.updates_at_sync = [0] * self.num_fragments
-        self._optimizer = optimizer
+        self.inner_moments = InnerMoments(optimizer)
         self._reducer = reducer
         self._observer = observer
         self._seed = seed
         self._order: list[int] = []  # indices of the modules of the syncs in the forward pass, in forward order
         self._launched = 0  # so many of them are
-        self._free_buffers: dict[int, list[torch.Tensor]] = {}
         self._begun: tuple[SyncEvent | None, Meeting, list[ModuleShard]] | None = None
         self.inner_lr = 0.0  # of the last step
         self._finished: list[SyncEvent] = []  # complete; their times are read when the device has done the step
@@ -117,12 +110,6 @@ class SyncEngine:
         self._reducer.enabled = self.trigger.in_warmup and mesh.num_replicas > 1
         if not self.trigger.in_warmup:
             self._leave_warmup()
-
-    def _build_outer_state(self) -> OuterState:
-        platform = self.mesh.platform
-        if self.method.shards_over_sync:
-            return ShardedOuterState(self.modules, platform, self.transport)
-        return (HostOuterState if self.config.edit_cpu_offload else OuterState)(self.modules, platform)
 
     # ---- called by the trainer -------------------------------------------------------------------------------
 
@@ -187,33 +174,6 @@ class SyncEngine:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
         self._finish_events_of_other_stages()
-
-    @contextmanager
-    def anchor_weights(self) -> Iterator[None]:
-        """The model computes with the anchor inside; the local parameters come back bit for bit.
-
-        In warm-up and `baseline` the current parameters are used; by a method that keeps no anchor, the plain mean of
-        the replicas' parameters.
-        """
-        self.drain()
-        for chunk in self.chunks:
-            chunk.disable_forward_pre_hook(param_sync=True)
-        differ = not self.trigger.in_warmup
-        local = [[piece.model.clone() for piece in module.slices] for module in self.modules if differ]
-        if differ:
-            for module in self.modules:
-                self._write_model(module, module.views(self.agreed_parameters(module)))
-                self.outer_state.release(module)
-            self._gather_parameters()
-        try:
-            yield
-        finally:
-            for module, pieces in zip(self.modules, local, strict=False):
-                self._write_model(module, pieces)
-            if differ:
-                self._gather_parameters()
-            for chunk in self.chunks:
-                chunk.enable_forward_pre_hook()
 
     @torch.no_grad()
     def agreed_parameters(self, module: ModuleShard) -> torch.Tensor:
@@ -345,6 +305,8 @@ class SyncEngine:
         self.events.append(event)
         for index, entry in pending.items():
             self.pending[index] = entry
+            if not entry.rolled_back:
+                event.bytes_sent += self.transport.message_bytes(self.modules[index].numel)
 
     # ---- called by the bucket groups, as the forward pass reaches their modules ----------------------------------
 
@@ -377,8 +339,8 @@ class SyncEngine:
         in_rounds = self.method.placement == "round"
         if self._begun is None:
             self.drain()  # only ever something to do when no forward pass came between
-            self._launched = 0
-            keep = len(modules) if delayed or in_rounds else config.edit_prefetch_depth + 1 if in_forward else 0
+            self._order, self._launched = [], 0
+            keep = len(modules) if delayed else config.edit_prefetch_depth + 1 if in_forward else 0
             event, meeting = self._decide(modules, self.trigger.syncs, step, steps=steps, keep=keep, at_end=at_end)
         else:
             event, meeting, leading = self._begun
@@ -438,7 +400,7 @@ class SyncEngine:
         enough = at_end or int(gathered[:, -2].sum()) >= self.config.edit_min_total_steps
         meeting = Meeting(index, tuple(int(count) for count in gathered[:, -1]), averaged=enough)
         if not enough:
-            self._free(*buffers)
+            self.buffers.give_back(*buffers)
             return None, meeting
         decision = self.decider.decide(index, iteration, [module.index for module in modules], norms, updates)
         if event is None:
@@ -475,7 +437,7 @@ class SyncEngine:
             if position < keep:
                 buffers.append(buffer)
             else:
-                self._free(buffer)
+                self.buffers.give_back(buffer)
             self.outer_state.release(module)
         if not squares:
             return torch.zeros(0, dtype=torch.float64), []
@@ -486,7 +448,7 @@ class SyncEngine:
 
     def _pseudo_gradient(self, module: ModuleShard) -> torch.Tensor:
         """Delta of this replica, [numel] fp32; of a method without an anchor the parameters themselves."""
-        buffer = self._take_buffer(module.numel)
+        buffer = self.buffers.take(module.numel)
         if self.method.has_anchor:
             module.write_pseudo_gradient(self.outer_state.anchor(module), buffer)
         else:
@@ -530,7 +492,7 @@ class SyncEngine:
         assert pending is not None
         if pending.rolled_back:
             if pending.buffer is not None:
-                self._free(pending.buffer)
+                self.buffers.give_back(pending.buffer)
                 pending.buffer = None
             return
         platform, config, event = self.mesh.platform, self.config, pending.event
@@ -540,9 +502,9 @@ class SyncEngine:
                 pending.buffer = self._pseudo_gradient(module)
                 self.outer_state.release(module)
             if config.edit_sparsity > 0 and pending.weight > 0:
-                sparsify_(
-                    pending.buffer, config.edit_sparsity, config.edit_sparsity_method, self._generator(event, module)
-                )
+                place = (self._seed, event.decision.index, module.key, self.mesh.rank)
+                generator = generator_of(pending.buffer.device, *place)
+                sparsify_(pending.buffer, config.edit_sparsity, config.edit_sparsity_method, generator)
             error = self.errors[module.index] if self.errors else None
             handle, sent = self.transport.weighted_sum(pending.buffer, pending.weight, error)
             pending.handles.append(handle)
@@ -553,7 +515,7 @@ class SyncEngine:
                 pending.handles.append(self.transport.all_reduce(pending.moments))
                 event.bytes_sent += pending.moments.nbytes
             if event.apply_after is not None and pending.kept:
-                pending.at_launch = self._take_buffer(module.numel)
+                pending.at_launch = self.buffers.take(module.numel)
                 module.copy_masters_to(pending.at_launch)
             self.outer_state.prefetch(module, momentum=True)
         self._observe("launch", module)
@@ -579,9 +541,9 @@ class SyncEngine:
             if synchronised is not None:
                 self._write_masters(module, synchronised, pending)
             if pending.moments is not None:
-                self._write_moments(module, pending.moments)
+                self.inner_moments.write(module, pending.moments)
             state.release(module)
-            self._free(*(b for b in (pending.buffer, pending.at_launch, pending.moments) if b is not None))
+            self.buffers.give_back(*(b for b in (pending.buffer, pending.at_launch, pending.moments) if b is not None))
             updated = platform.record_event()
         platform.wait_event(updated)
         event.updated_at = platform.record_event()
@@ -643,27 +605,34 @@ class SyncEngine:
         """Syncs in the forward pass none of whose modules lies here end with that forward pass all the same."""
         self._finish([event for event in self.events if event.in_forward and not event.modules_left])
 
-    def _take_buffer(self, numel: int) -> torch.Tensor:
-        free = self._free_buffers.get(numel)
-        return free.pop() if free else torch.empty(numel, dtype=torch.float32, device=self.mesh.platform.device)
-
-    def _free(self, *buffers: torch.Tensor) -> None:
-        for buffer in buffers:
-            self._free_buffers.setdefault(buffer.numel(), []).append(buffer)
-
     def _leave_warmup(self) -> None:
         """anchor := parameters, those of replica 0 everywhere: bit-equal even where kernels round differently."""
         self._reducer.enabled = False
         self.updates_at_sync = [self.updates] * self.num_fragments
         self.ensure_anchor()
         for module in self.modules:
-            flat = self._take_buffer(module.numel)
+            flat = self.buffers.take(module.numel)
             module.copy_masters_to(flat)
             self.transport.broadcast(flat)
             module.write_masters(flat)
             if self.method.has_anchor:
                 self.outer_state.set_anchor(module, flat)
-            self._free(flat)
+            self.buffers.give_back(flat)
+        self._allocate_buffers()
+
+    def _allocate_buffers(self) -> None:
+        """All that a sync takes, now: so the memory is known from the start, and no step allocates."""
+        config = self.config
+        sizes = [[m.numel for m in self.modules if m.fragment == f] for f in range(self.num_fragments)]
+        for sizes_at_once in most_at_once(
+            sizes,
+            config.edit_sync_placement or self.method.placement,
+            ahead=config.edit_prefetch_depth,
+            delay=config.edit_sync_delay,
+            interval=config.edit_sync_interval,
+            with_moments=config.edit_inner_moments == "average",
+        ):
+            self.buffers.hold_at_once(sizes_at_once)
 
     def _refuse_without_anchor(self, decision: SyncDecision) -> None:
         if self.method.has_anchor:
@@ -678,53 +647,21 @@ class SyncEngine:
         """Inner moments of this replica's non-finite modules := 0, or its next step is non-finite again (ours)."""
         for module in self.modules:
             if decision.verdict.non_finite[self.mesh.replica, module.index] and decision.due[module.index]:
-                for moments in self._moments(module):
-                    for moment in moments:
-                        moment.zero_()
-
-    def _moments(self, module: ModuleShard) -> Iterator[list[torch.Tensor]]:
-        """For each slice its moments, flat, where the inner optimizer has made a step."""
-        for piece in module.slices:
-            for part in self._optimizer.chained_optimizers:
-                state = part.optimizer.state.get(piece.optimizer_parameter, {})
-                if all(name in state for name in MOMENTS):
-                    yield [state[name].view(-1) for name in MOMENTS]
+                self.inner_moments.zero_(module)
 
     def _moments_to_average(self, module: ModuleShard, pending: Pending) -> torch.Tensor:
         """[2 numel] fp32: this replica's share of the mean of Adam's moments over the replicas in the average."""
-        flat = self._take_buffer(2 * module.numel)
-        kept = ~pending.event.decision.verdict.left_out[:, module.index]  # [R]
+        flat = self.buffers.take(2 * module.numel)
         if pending.kept:
-            torch.cat([moment for moments in self._moments(module) for moment in moments], out=flat)
-            flat.div_(int(kept.sum()))
+            self.inner_moments.read(module, flat)
+            flat.div_(int((~pending.event.decision.verdict.left_out[:, module.index]).sum()))
         else:
             flat.zero_()
         return flat
 
-    def _write_moments(self, module: ModuleShard, flat: torch.Tensor) -> None:
-        start = 0
-        for moments in self._moments(module):
-            for moment in moments:
-                moment.copy_(flat[start : start + moment.numel()])
-                start += moment.numel()
-
-    def _generator(self, event: SyncEvent, module: ModuleShard) -> torch.Generator:
-        """Of the random sparsification: one for each sync, module, replica and shard; training draws nothing."""
-        place = f"sparsity {self._seed} {event.decision.index} {module.key} {self.mesh.rank}"
-        seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big")
-        return torch.Generator(self.mesh.platform.device).manual_seed(seed)
-
     def _updates_since_sync_anywhere(self) -> bool:
         mine = torch.tensor([max(self.updates_since_sync)], dtype=torch.int64)
         return bool(self.transport.all_gather(mine).any())
-
-    def _write_model(self, module: ModuleShard, pieces: Sequence[torch.Tensor]) -> None:
-        for piece, value in zip(module.slices, pieces, strict=True):
-            piece.model.data.copy_(value)
-
-    def _gather_parameters(self) -> None:
-        for chunk in self.chunks:
-            chunk.start_param_sync(force_sync=True)
 
     def _observe(self, event: str, module: ModuleShard) -> None:
         if self._observer is not None:

@@ -226,3 +226,12 @@ class ShardedOuterState(OuterState):
             part = self._part(module, self._transport.replica)
             self._own(module, self._anchors[module.index]).copy_(anchor[part])
             self._own(module, self._momenta[module.index]).copy_(momentum[part])
+
+
+def build_outer_state(
+    modules: list[ModuleShard], platform: Platform, transport: SyncTransport, *, sharded: bool, on_host: bool
+) -> OuterState:
+    """The one that a method and --edit-cpu-offload ask for; still empty."""
+    if sharded:
+        return ShardedOuterState(modules, platform, transport)
+    return (HostOuterState if on_host else OuterState)(modules, platform)

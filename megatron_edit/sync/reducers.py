@@ -12,6 +12,7 @@ All on flat fp32 [n] on any device; the host does not wait for it.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 
@@ -56,6 +57,12 @@ def _keep_largest_(delta: Tensor, kept: int) -> None:
     places = kept - larger.sum()  # for those that are equal
     first = equal & (equal.cumsum(0, dtype=torch.int32) <= places)
     delta.masked_fill_(~(larger | first), 0.0)
+
+
+def generator_of(device: torch.device, *place: object) -> torch.Generator:
+    """The generator of a `place` (seed, sync, module, rank): training's own generators draw nothing (ours)."""
+    digest = hashlib.blake2b(repr(place).encode(), digest_size=7).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big"))
 
 
 def votes(delta: Tensor, weight: float, mode: str) -> Tensor:

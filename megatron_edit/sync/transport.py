@@ -74,18 +74,26 @@ class SyncTransport:
         yet sent of this rank's earlier messages; changed in place. With a consensus the average is over the replicas
         that agree, element by element.
         """
+        sent = self.message_bytes(flat.numel())
         if self.consensus != "none":
-            return self._chain(lambda: self._agreeing_average(flat, weight)), 3 * flat.nbytes
+            return self._chain(lambda: self._agreeing_average(flat, weight)), sent
         if weight > 0:
             flat.mul_(weight)
         else:
             flat.zero_()
         if self.codec is None:
-            return self.all_reduce(flat), flat.nbytes if self.num_replicas > 1 else 0
+            return self.all_reduce(flat), sent
         assert error is not None
         codec = self.codec
-        sent = codec.payload_bytes(flat.numel()) if self.num_replicas > 1 else 0
         return self._chain(lambda: self._compressed_sum(codec, flat, error, sends=weight > 0)), sent
+
+    def message_bytes(self, numel: int) -> int:
+        """Bytes that `weighted_sum` of [numel] puts into its collectives on this rank."""
+        if self.num_replicas == 1:
+            return 0
+        if self.consensus != "none":  # votes, values, and who agreed
+            return 12 * numel
+        return 4 * numel if self.codec is None else self.codec.payload_bytes(numel)
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """flat [n] := that of replica 0; blocking."""

@@ -15,6 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_edit.config.schema import EditConfig
+from megatron_edit.sync.methods import Method
+
 
 class WarmupError(ValueError):
     """A saved run whose replicas already differ cannot go back into the synchronous warm-up."""
@@ -193,3 +196,15 @@ class TimeTrigger(Trigger):
     def restart_clock(self) -> None:
         """See Trigger."""
         self._elapsed, self._read_at = 0.0, self._clock()
+
+
+def build_trigger(config: EditConfig, method: Method, num_modules: int) -> Trigger:
+    """The trigger of `method`; a method without local steps never leaves its warm-up."""
+    warmup_steps = config.edit_warmup_steps if method.is_local else None
+    if method.trigger == "time":
+        assert config.edit_sync_time is not None, "the config is not resolved"
+        return TimeTrigger(config.edit_sync_time, warmup_steps)
+    interval, fragments = max(config.edit_sync_interval, 1), 1
+    if method.trigger == "staggered":
+        fragments = config.edit_num_fragments or min(num_modules, interval)
+    return StepTrigger(interval, warmup_steps, fragments)

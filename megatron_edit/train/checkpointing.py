@@ -57,7 +57,7 @@ class RunCheckpoints:
         self._group = replica.mesh.checkpoint_group
         self._say = say
         self._vocab_size = vocab_size
-        self._state = TrainingState(replica.engine, replica.optimizer, config.model, vocab_size)
+        self.state = TrainingState(replica.engine, replica.optimizer, config.model, vocab_size)
         self._saved_iteration: int | None = None
         self._is_due = False
         self._writer: CheckpointWriter | None = None
@@ -104,14 +104,14 @@ class RunCheckpoints:
             return
         self._engine.drain()
         content = {**self._description(iteration), "scope": "weights"}
-        saved = self._writer.save(self._state.checkpoint(content))
+        saved = self._writer.save(self.state.checkpoint(content))
         self._say(f"saved the final weights to {saved.folder}")
 
     def _write(self, writer: CheckpointWriter, position: Position, schedule: LearningRateSchedule) -> None:
         scope = self._settings.save_scope if self._is_at_sync(position.at_sync) else "full"
         if scope != self._settings.save_scope:
             self._say(f"iteration {position.iteration} lies between two syncs: its checkpoint is a full one")
-        numbers = self._state.numbers(self._group)
+        numbers = self.state.numbers(self._group)
         content = {
             **self._description(position.iteration),
             "scope": scope,
@@ -127,7 +127,7 @@ class RunCheckpoints:
             **numbers,
             "replicas": numbers["replicas"] if scope == "full" else numbers["replicas"][:1],
         }
-        checkpoint = self._state.checkpoint(content)
+        checkpoint = self.state.checkpoint(content)
         if self._settings.async_save:
             writer.save_in_background(checkpoint)
         else:
@@ -145,7 +145,7 @@ class RunCheckpoints:
     def _description(self, iteration: int) -> dict[str, Any]:
         return {
             "iteration": iteration,
-            "layout": layout_description(self._state),
+            "layout": layout_description(self.state),
             "method": self._config.edit.edit_method,
             "vocab_size": self._vocab_size,
             "model": asdict(self._config.model),
@@ -197,13 +197,13 @@ class RunCheckpoints:
             if consumed is None:
                 raise CheckpointError(f"{candidate.folder} holds weights only: give --finetune to start from them")
             position = Position(iteration, consumed, consumed, reserves)
-            remarks = restore_weights(self._state, candidate, self._group, iteration=iteration)
+            remarks = restore_weights(self.state, candidate, self._group, iteration=iteration)
             remarks.append("learning rate: the flags' schedule, from its first step: only weights were loaded")
             start = self._start(position, resumed=iteration > 0)
             what = "started from the weights of"
         else:
             remarks = restore(
-                self._state,
+                self.state,
                 candidate,
                 self._group,
                 random_states=settings.load_rng,

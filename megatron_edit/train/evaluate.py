@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_edit.sync.anchor_weights import anchor_weights
 from megatron_edit.train.replica import Replica
 from megatron_edit.train.step import Microbatch, sum_losses
 
@@ -27,7 +28,7 @@ def evaluate(replica: Replica, batches: Iterable[list[Microbatch]]) -> Evaluatio
     Completes a due sync first. Dropout is off, so no generator advances. Collective over the world.
     """
     total = torch.zeros(2, dtype=torch.float64)
-    with replica.engine.anchor_weights():
+    with anchor_weights(replica.engine):
         for chunk in replica.chunks:
             chunk.eval()
         try:

@@ -13,7 +13,7 @@ from megatron_edit.train.pace import Pace
 class TrainingFeed:
     """Global batches until `deal` is called, reserves from then on. All ranks deal alike, and nothing travels.
 
-    `state`: of the pool of a run that goes on; None, or one without holes: all samples after those of `pace` are unused.
+    `state`: of the pool of a run that goes on; None, or without holes: all samples after those of `pace` are unused.
     """
 
     def __init__(self, data: RunData, pace: Pace, replica: int, state: dict[str, Any] | None) -> None:

@@ -26,6 +26,7 @@ from megatron_edit.train.data import RunData
 from megatron_edit.train.evaluate import evaluate
 from megatron_edit.train.feed import TrainingFeed
 from megatron_edit.train.loglines import EvaluationReport
+from megatron_edit.train.memory import largest_of_all_ranks, memory_table
 from megatron_edit.train.metrics import MetricsReducer, Reporter, throughput_of
 from megatron_edit.train.output import RunOutput
 from megatron_edit.train.pace import Pace
@@ -253,6 +254,8 @@ class Trainer:
         self._output.say(f"parameters: {int(counted):,}, counted over the ranks of replica 0 (formula: {expected:,})")
         if int(counted) != expected:
             raise RuntimeError(f"the ranks hold {int(counted):,} parameters, the flags ask for {expected:,}")
+        table = memory_table(self.replica, self._checkpoints.state)
+        self._output.say(largest_of_all_ranks(table, self.mesh).line())
 
     # ---- evaluation, saving, the end -------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -25,8 +25,8 @@ from tests.reference.plain_methods import MethodResult, MethodSettings, MethodSy
 # next to weights of 1 (the norms' own) a step of 1e-3 has a relative error of 3e-5.
 TOLERANCES = defaultdict(lambda: 1e-5, {"norms": 5e-5, "weights of the replicas": 5e-5, "clip coefficients": 5e-5})
 # Rounding to few levels, voting on signs and keeping the largest are not continuous: an error of 1e-8 turns a few
-# elements over, each by a step of its block or to 0 and back. So one in a hundred may be off, and what is made of all of
-# them is off a little. Without error feedback, or with blocks cut otherwise, weights are off 2 to 10 times as much.
+# elements over, each by a step of its block or to 0 and back. So one in a hundred may be off, and what is made of all
+# of them is off a little. Without error feedback, or with blocks cut otherwise, weights are off 2 to 10 times as much.
 TURNED_OVER = 0.01
 DISCONTINUOUS = defaultdict(lambda: 1e-3, {"moments": 1e-2})
 WEIGHTS = ("weights before a sync", "parameters", "anchor", "outer momentum")
@@ -44,22 +44,26 @@ BUCKET_ORDER = (
 )
 
 
-def differences(run: Run, records: list[RankRecord] | None = None) -> dict[str, float]:
+def differences(
+    run: Run, records: list[RankRecord] | None = None, error_of_weights: float | None = None
+) -> dict[str, float]:
     """{quantity: largest error} of what is out of tolerance; empty when the engine does as the reference.
 
     Quantities: losses, grad norms, updated; of the syncs: iterations, one decision, norms, left out, flagged,
     weights, clip coefficients, rolled back; weights before a sync; parameters, anchor, outer momentum, moments.
-    `records`: those of a run that was already made.
+    `records`: those of a run that was already made. `error_of_weights`: another tolerance of what is absolute.
     """
     records = run_engine(run) if records is None else records
     reference = run_reference(run)
     errors: dict[str, float] = {}
     for name, error in _errors(run, records, reference):
         errors[name] = max(errors.get(name, 0.0), error)
-    tolerances = TOLERANCES
+    tolerances: Mapping[str, float] = TOLERANCES
     if is_discontinuous(run.config):
         tolerances = {name: DISCONTINUOUS[name] for name in errors}
-        tolerances |= dict.fromkeys(WEIGHTS, ERROR_OF_WEIGHTS[run.config.edit.edit_comm_dtype])
+        error_of_weights = error_of_weights or ERROR_OF_WEIGHTS[run.config.edit.edit_comm_dtype]
+    if error_of_weights is not None:
+        tolerances = {name: tolerances[name] for name in errors} | dict.fromkeys(WEIGHTS, error_of_weights)
     return {name: error for name, error in errors.items() if not error <= tolerances[name]}
 
 

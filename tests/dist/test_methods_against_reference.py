@@ -1,13 +1,21 @@
-"""Every method equals its plain PyTorch reference over 12 steps on several layouts, and the methods' identities hold."""
+"""Every method equals its plain PyTorch reference over 12 steps on several layouts, and the methods' identities."""
 
 from __future__ import annotations
 
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_edit.config.schema import Config
+from megatron_edit.sync.methods import METHODS as TABLE
+from megatron_edit.sync.outer import OUTER_STEPS
 from tests.dist.against_reference import differences
-from tests.dist.engine_runs import RankRecord, Run, masked_batch, run_engine
+from tests.dist.engine_runs import Batch, RankRecord, Run, masked_batch, run_engine
 from tests.dist.test_against_reference import LAYOUTS
 from tests.dist.test_identities import PLAIN_MEAN, PLAIN_SGD, SGD_RATE, equally_masked, largest_difference, leaders
 
@@ -129,6 +137,61 @@ def test_equals_the_reference(layout: str, name: str) -> None:
     assert moved > 1e-3, "nothing was learnt"
 
 
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+VICTIM, OTHER = 1, 0  # replicas
+BROKEN = "decoder.layers.1.mlp.linear_fc1.weight"
+
+
+def faulty_batch(config: Config, iteration: int) -> Batch:
+    """The victim makes no step from the end of the second sync to the third: none of its tokens counts."""
+    batch = masked_batch(config, iteration)
+    if iteration in (7, 8, 9):
+        assert config.edit.edit_num_replicas is not None
+        batch["loss_mask"].chunk(config.edit.edit_num_replicas)[VICTIM].zero_()
+    return batch
+
+
+def faults(iteration: int, replica: int, name: str, value: torch.Tensor, anchor: torch.Tensor) -> None:
+    """NaN in a module of the victim before the second sync; another replica's norms times 100 before the fourth."""
+    if iteration == 6 and replica == VICTIM and name == BROKEN:
+        value.view(-1)[0] = math.nan
+    if iteration == 12 and replica == OTHER and name.startswith("decoder.layers.2."):
+        value.copy_(anchor + 100 * (value - anchor))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "post-local-sgd",
+        "co2",
+        "edit",
+        "streaming with a delay and the penalty",
+        *(
+            pytest.param(name, marks=pytest.mark.full("the other methods"))
+            for name in ("slowmo", "diloco", "co2-sharded", "streaming", "streaming with a delay, mixed", "int8")
+        ),
+    ],
+)
+def test_faults_end_as_the_reference_says(name: str) -> None:
+    """Non-finite, without steps, far out: left out where that is the rule, and everything finite at the end."""
+    settings = {"edit_anomaly_warmup_syncs": 3, **(PENALTY if name == "edit" else {})}
+    plain = make_run(R3, "" if name == "edit" else name, **settings)
+    run = replace(plain, data=faulty_batch, spoil=faults)
+    records = run_engine(run)
+    assert differences(run, records, error_of_weights=1e-4) == {}, "100 times a step, and 10 times its rounding"
+    left_out = [view.decision.verdict.left_out[VICTIM] for view in records[0].syncs]
+    non_finite = [view.decision.verdict.non_finite[VICTIM] for view in records[0].syncs]
+    assert sum(int(flags.sum()) for flags in non_finite) == 1, "one module, once"
+    streams = run.config.edit.edit_method == "streaming"  # its intervals begin elsewhere: it may have made a step
+    assert sum(bool(flags.any()) for flags in left_out) >= (1 if streams else 2)
+    for leader in leaders(records):
+        assert all(value.isfinite().all() for value in leader.snapshots["parameters"].values())
+    if name == "edit":
+        last = records[0].syncs[3].decision.verdict
+        assert last.flagged.nonzero().tolist() == [[OTHER, records[0].keys.index("layers.2")]]
+
+
 # ---- identities ------------------------------------------------------------------------------------------------------
 
 
@@ -221,3 +284,23 @@ def test_compressed_syncs_leave_the_replicas_bit_equal_on_every_layout(dtype: st
     found, expected = (leaders(each)[0].snapshots["parameters"] for each in (records, exact))
     moved = largest_difference(expected, leaders(exact)[0].snapshots["initial"])
     assert 0 < largest_difference(found, expected) < 0.5 * moved
+
+
+def test_the_worked_example_of_the_docs_runs_on_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/methods.md, "Adding a method": the anchor follows torch's heavy ball on the mean of the replicas."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python run\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.setitem(TABLE, "heavy-ball", None)  # type: ignore[arg-type]  # both are taken out again afterwards
+    monkeypatch.setitem(OUTER_STEPS, "heavy-ball", None)  # type: ignore[arg-type]
+    exec(compile(example, "docs/methods.md", "exec"), {})
+    records = leaders(run_engine(make_run(R2, edit_method="heavy-ball")))
+    names = list(records[0].snapshots["initial"])
+    theta = {name: torch.nn.Parameter(records[0].snapshots["initial"][name].clone()) for name in names}
+    outer = torch.optim.SGD(theta.values(), lr=0.7, momentum=0.9)
+    for k in range(1, 5):
+        for name in names:
+            local = [record.snapshots[f"before sync {k}"][name] for record in records]
+            theta[name].grad = theta[name].detach() - torch.stack(local).mean(0)
+        outer.step()
+    for record in records:
+        assert largest_difference(record.snapshots["anchor"], {n: p.detach() for n, p in theta.items()}) < 1e-6

@@ -38,6 +38,32 @@ MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "sync after the step": (2, {"edit_sync_placement": "step"}),
     "no loader threads, then three": (2, {"num_workers": 0}),
 }
+DELAYED = {"edit_method": "streaming", "edit_sync_delay": 2}
+METHODS: dict[str, tuple[int, dict[str, Any]]] = {
+    "post-local-sgd": (2, {"edit_method": "post-local-sgd"}),
+    "slowmo": (2, {"edit_method": "slowmo"}),
+    "diloco": (2, {"edit_method": "diloco"}),
+    "co2": (2, {"edit_method": "co2"}),
+    "co2-sharded": (2, {"edit_method": "co2-sharded"}),
+    "streaming": (2, {"edit_method": "streaming"}),
+    "streaming with a delay": (2, DELAYED),
+    "int8 with error feedback": (2, {"edit_comm_dtype": "int8"}),
+    "everything random": (2, {"edit_sparsity": 0.5, "edit_sparsity_method": "random", "edit_consensus": "sum"}),
+    "offload, moments averaged": (2, {"edit_cpu_offload": True, "edit_inner_moments": "average",
+                                      "edit_inner_moments_interval": 2}),
+}  # fmt: skip
+MORE_METHODS: dict[str, tuple[int, dict[str, Any]]] = {
+    "streaming with a delay, R2xPP2": (4, {**DELAYED, **PIPELINE}),
+    "streaming mixed, int4, R2xTP2": (4, {**DELAYED, **TENSOR, "edit_mixing_alpha": 0.5, "edit_comm_dtype": "int4"}),
+    "streaming, sublayers, R3": (3, {**DELAYED, "edit_num_replicas": 3, "global_batch_size": 12,
+                                     "edit_modules": "sublayer"}),
+    "co2 R2xS2": (4, {"edit_method": "co2"}),
+    "co2-sharded R2xTP2": (4, {"edit_method": "co2-sharded", **TENSOR}),
+    "co2 in bf16": (2, {"edit_method": "co2", "bf16": True}),
+    "bf16 messages": (2, {"edit_comm_dtype": "bf16"}),
+    "sublayers": (2, {"edit_modules": "sublayer"}),
+    "delay of a whole interval": (2, {"edit_method": "streaming", "edit_sync_delay": 5}),
+}  # fmt: skip
 # interval 5: one iteration before, on and after a sync
 STOPS = [9, 10, 11]
 
@@ -69,7 +95,8 @@ def check_resume(
     two = str(folder)
     first = train(world_size, **settings, save=two, load=two, exit_interval=stop)
     second = train(world_size, **{**settings, **(then or {})}, save=two, load=two)
-    check_equal(straight(world_size, **settings), folder, first, second, stop)
+    end = settings["train_iters"]
+    check_equal(straight(world_size, **settings), folder, first, second, stop, end)
 
 
 def check_equal(
@@ -98,6 +125,23 @@ def test_two_halves_are_one_run_in_more_layouts(layout: str, stop: int, straight
     world_size, settings = MORE_LAYOUTS[layout]
     then = {"num_workers": 3} if layout.startswith("no loader") else None
     check_resume(straight, world_size, stop, tmp_path, then, **settings)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_halves_are_one_run_with_every_method(method: str, straight: Straight, tmp_path: Path) -> None:
+    """In the middle of an interval: with what is under way, owed by compression, dealt out, in host memory."""
+    world_size, settings = METHODS[method]
+    check_resume(straight, world_size, 7, tmp_path, **settings, train_iters=12)
+
+
+@pytest.mark.full(reason="more stops of the same, and more layouts and combinations")
+@pytest.mark.parametrize("stop", [9, 10, 11])
+@pytest.mark.parametrize("method", {**METHODS, **MORE_METHODS})
+def test_two_halves_are_one_run_with_every_method_and_stop(
+    method: str, stop: int, straight: Straight, tmp_path: Path
+) -> None:
+    world_size, settings = {**METHODS, **MORE_METHODS}[method]
+    check_resume(straight, world_size, stop, tmp_path, **settings)
 
 
 @pytest.mark.parametrize("stop", [6, 7, 8])

@@ -54,12 +54,13 @@ def weights_of_each_rank(folder: Path) -> Callable[[int], None]:
 
     def in_rank(rank: int) -> None:
         from megatron_edit.model.names import canonical_name
+        from megatron_edit.sync.anchor_weights import anchor_weights
         from megatron_edit.train.checkpointing import RunCheckpoints
 
         original = RunCheckpoints.save_final
 
         def save_final(self: RunCheckpoints, iteration: int) -> None:
-            with self._engine.anchor_weights():
+            with anchor_weights(self._engine):
                 weights = {
                     canonical_name(chunk, name): parameter.detach().clone()
                     for chunk in self._engine.chunks

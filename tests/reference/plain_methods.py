@@ -101,7 +101,6 @@ class Launch:
 
     record: MethodSyncRecord
     column: int
-    norms: list[float]
     left_out: list[bool]
     average: Tensor | None  # Dbar [n], None: all were left out
     local_vectors: list[Tensor]  # [replica], [n] at the launch
@@ -210,7 +209,6 @@ class MethodRun:
                 # D_k was taken from the anchor that round k began with; only now does that move, by D_{k-1}.
                 previous, self.in_flight[module] = self.in_flight.get(module), launch
                 self.apply(module, launch if previous is None else previous, update=previous is not None)
-                self.zero_non_finite_moments(module, launch)
             elif self.settings.method == "streaming" and self.settings.delay > 0:
                 self.in_flight[module] = launch
             else:
@@ -245,7 +243,8 @@ class MethodRun:
             table[:, m] = torch.tensor(column)
         record.rolled_back[m] = all(left_out)
         self.steps_since[module] = [0] * len(self.replicas)
-        return Launch(record, m, norms, left_out, average, vectors, self.learning_rate, local_step)
+        self.zero_moments(names, [not math.isfinite(norm) for norm in norms])
+        return Launch(record, m, left_out, average, vectors, self.learning_rate, local_step)
 
     def weights(self, norms: list[float], left_out: list[bool], steps: list[int]) -> list[float]:
         """Softmax of -G/T or equal, over those who remain; a-edit: (1 - r) times that plus r times shares of steps."""
@@ -300,9 +299,6 @@ class MethodRun:
             else:
                 value = settings.mixing_alpha * now + (1 - settings.mixing_alpha) * new
             self.write(replica.parameters, names, value)
-        if settings.method in ("co2", "co2-sharded"):
-            return
-        self.zero_non_finite_moments(module, launch)
         self.syncs_of[module] += 1
         every = settings.average_moments_every
         if every and self.syncs_of[module] % every == 0 and launch.average is not None:
@@ -339,10 +335,10 @@ class MethodRun:
         """Adam's state of one parameter in each replica; None before its first step."""
         return [replica.optimizer.state.get(replica.parameters[name]) or None for replica in self.replicas]
 
-    def zero_non_finite_moments(self, module: str, launch: Launch) -> None:
-        for name in self.modules[module]:
-            for state, norm in zip(self.inner_states(name), launch.norms, strict=True):
-                if state is not None and not math.isfinite(norm):
+    def zero_moments(self, names: list[str], non_finite: list[bool]) -> None:
+        for name in names:
+            for state, zero in zip(self.inner_states(name), non_finite, strict=True):
+                if state is not None and zero:
                     state["exp_avg"].zero_()
                     state["exp_avg_sq"].zero_()
 

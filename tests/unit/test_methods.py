@@ -1,10 +1,18 @@
-"""The table of methods is complete and its rows are consistent."""
+"""The table of methods is complete, its rows are consistent, and docs/methods.md says what it says."""
 
 import dataclasses
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from megatron_edit.config.settings import SETTINGS
 from megatron_edit.sync.methods import METHODS, Method, UnknownMethodError, get_method
+from megatron_edit.sync.outer import OUTER_STEPS, OuterSettings
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
 
 # design tables of the papers: trigger, place, outer step, its learning rate and momentum, penalty by default
 EXPECTED = {
@@ -45,3 +53,66 @@ def test_rows_are_consistent(row: Method) -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(UnknownMethodError, match=r"'edti'; known: baseline, post-local-sgd"):
         get_method("edti")
+
+
+# ---- docs/methods.md -------------------------------------------------------------------------------------------------
+
+
+def number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def row_of_the_page(row: Method) -> str:
+    penalty = "off" if row.takes_penalty else "none"
+    if row.anomaly_threshold or row.pseudo_grad_clip:
+        penalty = f"{row.weighting}, δ {row.anomaly_threshold:g}, φ {row.pseudo_grad_clip:g}"
+    place = row.placement + (", sharded" if row.shards_over_sync else "")
+    rates = f"{number(row.outer_lr)} | {number(row.outer_momentum)}"
+    return f"| `{row.name}` | {row.trigger} | {place} | {penalty} | {row.outer_step} | {rates} | {row.source} |"
+
+
+def test_the_page_has_a_line_for_every_method_and_no_other() -> None:
+    lines = [
+        line for line in PAGE.splitlines() if re.match(r"\| `[a-z0-9-]+` \| (never|steps|staggered|time) \|", line)
+    ]
+    assert lines == [row_of_the_page(row) for row in METHODS.values()]
+
+
+def test_the_page_gives_the_defaults_of_the_settings() -> None:
+    found = dict(re.findall(r"^\| `--(edit-[a-z0-9-]+)` \| ([^|]+?) \| [^|]+ \| [^|]+ \|$", PAGE, re.MULTILINE))
+    assert len(found) > 15
+    for flag, shown in found.items():
+        default: Any = SETTINGS[flag.replace("-", "_")].default
+        if default is None:  # derived; said in words, except for this one
+            assert shown == "600" if flag == "edit-sync-time" else not shown[0].isdigit()
+        elif isinstance(default, bool):
+            assert shown == ("on" if default else "off"), flag
+        else:
+            assert shown == (default if isinstance(default, str) else number(default)), flag
+
+
+def test_the_page_names_every_setting_of_the_sync_but_those_of_every_run() -> None:
+    elsewhere = {"edit_method", "edit_num_replicas", "edit_warmup_steps"}
+    names = [name for name, setting in SETTINGS.items() if setting.section == "edit" and name not in elsewhere]
+    assert [name for name in names if SETTINGS[name].flag not in PAGE] == []
+
+
+def test_the_worked_example_is_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row is consistent, its outer step is torch's; tests/dist/test_methods_against_reference.py runs it."""
+    (example,) = re.findall(r"^```python run\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    monkeypatch.setitem(METHODS, "heavy-ball", None)  # both are taken out again afterwards
+    monkeypatch.setitem(OUTER_STEPS, "heavy-ball", None)
+    exec(compile(example, "docs/methods.md", "exec"), {})
+    row = METHODS["heavy-ball"]
+    test_rows_are_consistent(row)
+    anchor, momentum = torch.zeros(5), torch.zeros(5)
+    parameter = torch.nn.Parameter(torch.zeros(5))
+    sgd = torch.optim.SGD([parameter], lr=0.7, momentum=0.9)
+    for seed in range(4):
+        delta = torch.randn(5, generator=torch.Generator().manual_seed(seed))
+        parameter.grad = -0.5 * delta
+        sgd.step()
+        assert row.outer_lr is not None and row.outer_momentum is not None
+        settings = OuterSettings(row.outer_lr, row.outer_momentum)
+        OUTER_STEPS[row.outer_step](anchor, momentum, delta, torch.tensor(0.5), settings)
+    torch.testing.assert_close(anchor, parameter.detach())
