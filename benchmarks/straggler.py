@@ -2,9 +2,9 @@
 
 The slow replica is slow by sleeping: a step lasts --step-seconds on one replica and --slowdown times that on the other,
 computation included, so what is measured is who waits for whom. T is --fast-steps steps of the fast one. EDiT goes as
-fast as the slow replica, 2 steps in a slow one's time; A-EDiT ideally as both do, 1 + slowdown: ideal ratio
-(1 + slowdown) / 2, so 2.0. What it lacks to that is the wait at each sync for the step in which the slow one is. Runs of
-the two methods take turns; on a machine too busy for the asked step the table says how long steps really took.
+fast as the slow replica, 2 steps in its time for one; A-EDiT ideally takes 1 + slowdown in it: ideal ratio
+(1 + slowdown) / 2, so 2.0. What it lacks to that is the wait at each sync for the step in which the slow one is. Runs
+of the two methods take turns; on a machine that is too busy for the asked step both get slower than asked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> int:
         "edit": f"--edit-sync-interval {fast_steps} --train-iters {fast_steps}",
         "a-edit": f"--edit-sync-time {fast_steps * step} --train-samples {a_edit_samples}",
     }
-    seconds, steps = {name: 0.0 for name in methods}, {name: [0, 0] for name in methods}
+    seconds, steps = dict.fromkeys(methods, 0.0), {name: [0, 0] for name in methods}
     for _ in range(arguments.rounds):
         for name, flags in methods.items():
             with tempfile.TemporaryDirectory() as folder:
