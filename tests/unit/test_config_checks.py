@@ -334,6 +334,8 @@ def test_notes_that_a_user_should_see() -> None:
     assert "whole run is synchronous" in found("--edit-num-replicas 2 --edit-warmup-steps 100")
     assert "after the synchronous warm-up" in found("--edit-num-replicas 2 --lr-warmup-iters 10 --edit-warmup-steps 9")
     assert "rate still rises" not in found("--edit-num-replicas 2 --lr-warmup-iters 10 --edit-warmup-steps 10")
+    assert "enters the sync early" in found("--edit-num-replicas 2 --edit-method a-edit")
+    assert "enters the sync early" not in found("--edit-num-replicas 2 --edit-method a-edit --edit-sync-time 599")
     assert "--sequence-parallel is turned off" in found("--sequence-parallel")
     assert "--edit-outer-lr" in found("--edit-method baseline --edit-outer-lr 1")
     assert "--edit-sync-interval" in found("--edit-method baseline")
