@@ -334,8 +334,6 @@ def test_notes_that_a_user_should_see() -> None:
     assert "whole run is synchronous" in found("--edit-num-replicas 2 --edit-warmup-steps 100")
     assert "after the synchronous warm-up" in found("--edit-num-replicas 2 --lr-warmup-iters 10 --edit-warmup-steps 9")
     assert "rate still rises" not in found("--edit-num-replicas 2 --lr-warmup-iters 10 --edit-warmup-steps 10")
-    assert "enters the sync early" in found("--edit-num-replicas 2 --edit-method a-edit")
-    assert "enters the sync early" not in found("--edit-num-replicas 2 --edit-method a-edit --edit-sync-time 599")
     assert "--sequence-parallel is turned off" in found("--sequence-parallel")
     assert "--edit-outer-lr" in found("--edit-method baseline --edit-outer-lr 1")
     assert "--edit-sync-interval" in found("--edit-method baseline")
@@ -344,6 +342,13 @@ def test_notes_that_a_user_should_see() -> None:
     assert "--use-mcore-models --swiglu" in found("--use-mcore-models --swiglu")
     plain = found("--edit-num-replicas 2 --edit-sync-interval 10")
     assert plain == ""
+
+
+def test_note_on_waiting_longer_than_the_time_out() -> None:
+    a_edit = "--mock-data --edit-method a-edit --train-samples 800 --global-batch-size 8 --edit-num-replicas 2"
+    (note,) = notes(resolved(a_edit))
+    assert "--distributed-timeout-seconds 600 is not above --edit-sync-time 600" in note and "1200 would" in note
+    assert notes(resolved(f"{a_edit} --edit-sync-time 599")) == []
 
 
 def test_interval_zero_is_the_baseline() -> None:
