@@ -147,11 +147,11 @@ class SyncEngine:
         return [module for module in self.modules if module.fragment in due][: config.edit_prefetch_depth + 1]
 
     @torch.no_grad()
-    def begin_sync(self, modules: list[ModuleShard], *, updated: bool = True) -> None:
+    def begin_sync(self, modules: list[ModuleShard], updated: bool = True) -> None:
         """Decides and launches `leading_modules()`, whose parameters are updated, while the others are yet to be.
 
-        `after_step` follows. The first messages so travel during the update. A replica whose step updates nothing calls
-        it too: the others exchange these modules' norms by themselves, before the rest.
+        The first messages so travel during the update; `after_step` follows. Called by all replicas or by none: also
+        by one whose step does not change its parameters (`updated`).
         """
         assert self._begun is None
         self.drain()

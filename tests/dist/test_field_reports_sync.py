@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_edit.checkpoint.rank_state import load_rank_state_dict, rank_state_dict
+from megatron_edit.checkpoint.finder import find_checkpoint
+from megatron_edit.checkpoint.restore import restore
+from megatron_edit.checkpoint.training_state import TrainingState
 from megatron_edit.config.schema import Config
 from megatron_edit.testing.ranks import run_ranks
 from megatron_edit.testing.tiny import VOCABULARY, rank_microbatches, tiny_global_batch, tiny_replica
 from megatron_edit.train.step import TrainStep
 from tests.dist.against_reference import differences
+from tests.dist.checkpoint_runs import save
 from tests.dist.engine_runs import Batch, Parameters, RankRecord, Run, digests, learning_rate, run_engine
 from tests.dist.test_field_reports_layouts import mean_losses
 from tests.dist.test_identities import PLAIN_MEAN, identity_run, largest_difference, leaders
@@ -128,14 +132,17 @@ B46 = Run(
 
 
 def steps_from_to(
-    rank: int, world_size: int, run: Run, states: list[Any] | None, first: int, last: int
-) -> tuple[list[int], dict[str, Any], dict[str, str]]:
-    """(iterations at which a sync was decided, state at the end, hashes at the end)."""
+    rank: int, world_size: int, run: Run, folder: Path, first: int, last: int
+) -> tuple[list[int], dict[str, str]]:
+    """(iterations at which a sync was decided, hashes at the end). Goes on from `folder` and writes to it."""
     replica = tiny_replica(run.config)
+    state = TrainingState(replica.engine, replica.optimizer, run.config.model, VOCABULARY)
     groups = replica.optimizer.param_groups
     assert {group.get("wd_mult", 1.0) for group in groups} == {0.0, 1.0}, "decayed and undecayed groups"
-    if states is not None:
-        load_rank_state_dict(states[rank], replica.engine, replica.optimizer)
+    if first > 1:
+        candidate = find_checkpoint(folder, replica.mesh.checkpoint_group, say=print)
+        assert candidate is not None and candidate.manifest.iteration == first - 1
+        restore(state, candidate, replica.mesh.checkpoint_group, random_states=True, seed=0)
     step, decided, syncs = TrainStep(replica), [], replica.engine.trigger.syncs
     for iteration in range(first, last + 1):
         microbatches = rank_microbatches(run.config, replica.mesh, run.data(run.config, iteration))
@@ -143,18 +150,19 @@ def steps_from_to(
         step.run(microbatches, learning_rate(run.config, iteration))
         decided += [iteration] * (replica.engine.trigger.syncs - syncs)
         syncs = replica.engine.trigger.syncs
-    return decided, rank_state_dict(replica.engine, replica.optimizer), digests(replica)
+    save(replica, state, folder, last)
+    return decided, digests(replica)
 
 
-def test_b46_exactly_the_planned_syncs_with_and_without_a_restart() -> None:
+def test_b46_exactly_the_planned_syncs_with_and_without_a_restart(tmp_path: Path) -> None:
     run = partial(run_ranks, steps_from_to, 2, B46)
-    straight = run(None, 1, 24)
+    straight = run(tmp_path / "straight", 1, 24)
     for restart in (16, 18):
-        before = run(None, 1, restart)
-        after = run([state for _, state, _ in before], restart + 1, 24)
+        before = run(tmp_path / str(restart), 1, restart)
+        after = run(tmp_path / str(restart), restart + 1, 24)
         for whole, first, second in zip(straight, before, after, strict=True):
             assert first[0] + second[0] == whole[0] == [8, 12, 16, 20, 24]
-            assert second[2] == whole[2], "a run that was stopped is byte-equal to one that was not"
+            assert second[1] == whole[1], "a run that was stopped is byte-equal to one that was not"
 
 
 # ---- B55 -----------------------------------------------------------------------------------------------------------
