@@ -34,14 +34,16 @@ def main() -> int:
     parser.add_argument("--step-seconds", type=float, default=0.08, help="of the fast replica")
     parser.add_argument("--slowdown", type=float, default=3.0)
     parser.add_argument("--fast-steps", type=int, default=40, help="T, and the interval of EDiT, in fast steps")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each method")
+    parser.add_argument("--intervals", type=int, default=2, help="syncs of EDiT in a run; A-EDiT runs as long")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each method")
     parser.add_argument("--output", type=Path, help="also write the numbers as JSON")
     arguments = parser.parse_args()
     step, slowdown, fast_steps = arguments.step_seconds, arguments.slowdown, arguments.fast_steps
     slow_steps = round(fast_steps / slowdown)
-    a_edit_samples = round(slowdown) * (fast_steps + slow_steps) * REPLICA_BATCH  # as long as one interval of EDiT
+    # As long as the intervals of EDiT, each of which takes `slowdown` times T.
+    a_edit_samples = arguments.intervals * round(slowdown) * (fast_steps + slow_steps) * REPLICA_BATCH
     methods = {
-        "edit": f"--edit-sync-interval {fast_steps} --train-iters {fast_steps}",
+        "edit": f"--edit-sync-interval {fast_steps} --train-iters {arguments.intervals * fast_steps}",
         "a-edit": f"--edit-sync-time {fast_steps * step} --train-samples {a_edit_samples}",
     }
     seconds, steps = dict.fromkeys(methods, 0.0), {name: [0, 0] for name in methods}
