@@ -18,6 +18,7 @@ from megatron_edit.checkpoint.torch_dist import read_tensors
 from megatron_edit.checkpoint.training_state import TrainingState, local_key
 from megatron_edit.sync.decide import Decider
 from megatron_edit.sync.detector import DetectorVerdict
+from megatron_edit.sync.modules import ModuleShard
 
 
 @torch.no_grad()
@@ -66,14 +67,14 @@ def sync_of_saved_replicas(
     decider = Decider(engine.config, engine.method, len(replicas), len(engine.modules))
     if detector_state is not None:
         decider.detector.load_state_dict(detector_state)
-    everything = range(len(engine.modules))
-    updates = torch.tensor(  # [R, M]
-        [
-            [0 if in_flight.drops_progress(m, i) else max(replica["updates_since_sync"]) for m in everything]
-            for i, replica in enumerate(replicas)
-        ]
-    )
-    decision = decider.decide(0, 0, everything, squares.sqrt().cpu(), updates)
+
+    def updates_of(replica: int, module: ModuleShard) -> int:
+        since: list[int] = replicas[replica]["updates_since_sync"]  # of each fragment
+        known = since[module.fragment] if len(since) == engine.num_fragments else max(since)
+        return 0 if in_flight.drops_progress(module.index, replica) else known
+
+    updates = torch.tensor([[updates_of(i, module) for module in engine.modules] for i in range(len(replicas))])
+    decision = decider.decide(0, 0, range(len(engine.modules)), squares.sqrt().cpu(), updates)
 
     averaged = [torch.zeros_like(delta) for delta in deltas]
     for replica in range(len(replicas)):

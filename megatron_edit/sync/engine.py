@@ -395,7 +395,10 @@ class SyncEngine:
         since = [float(self.updates - self.updates_at_sync[module.fragment]) for module in modules]
         total = float(self.updates - self.updates_at_sync[0])
         mine = torch.cat([norms, torch.tensor([*since, total, float(steps)], dtype=torch.float64)])
-        gathered = self.transport.all_gather(mine)  # [R, 2 m + 2]
+        if modules or not self.method.equal_steps:
+            gathered = self.transport.all_gather(mine)  # [R, 2 m + 2]
+        else:  # this stage has no part in it, and need not wait for the other replicas
+            gathered = mine.expand(self.mesh.num_replicas, -1)
         norms, updates = gathered[:, : len(modules)], gathered[:, len(modules) : -2].long()
         enough = at_end or int(gathered[:, -2].sum()) >= self.config.edit_min_total_steps
         meeting = Meeting(index, tuple(int(count) for count in gathered[:, -1]), averaged=enough)
@@ -509,8 +512,7 @@ class SyncEngine:
             handle, sent = self.transport.weighted_sum(pending.buffer, pending.weight, error)
             pending.handles.append(handle)
             event.bytes_sent += sent
-            every = config.edit_inner_moments_interval
-            if config.edit_inner_moments == "average" and event.decision.index % every == 0:
+            if config.edit_inner_moments == "average" and self._averages_moments(module, event):
                 pending.moments = self._moments_to_average(module, pending)
                 pending.handles.append(self.transport.all_reduce(pending.moments))
                 event.bytes_sent += pending.moments.nbytes
@@ -525,7 +527,8 @@ class SyncEngine:
         assert pending is not None
         platform, event, state = self.mesh.platform, pending.event, self.outer_state
         started = platform.record_event()
-        platform.wait_event(started, platform.sync_stream())  # the masters are as the computing stream left them
+        if not event.in_forward:  # the optimizer has just been told to write the masters, and nobody has waited for it
+            platform.wait_event(started, platform.sync_stream())
         with platform.stream(platform.sync_stream()):
             pending.wait()
             if pending.rolled_back:
@@ -648,6 +651,12 @@ class SyncEngine:
         for module in self.modules:
             if decision.verdict.non_finite[self.mesh.replica, module.index] and decision.due[module.index]:
                 self.inner_moments.zero_(module)
+
+    def _averages_moments(self, module: ModuleShard, event: SyncEvent) -> bool:
+        count = event.decision.index
+        if self.num_fragments > 1:
+            count = self.trigger.count_of(module.fragment, event.decision.iteration)
+        return count % self.config.edit_inner_moments_interval == 0
 
     def _moments_to_average(self, module: ModuleShard, pending: Pending) -> torch.Tensor:
         """[2 numel] fp32: this replica's share of the mean of Adam's moments over the replicas in the average."""

@@ -95,6 +95,10 @@ class Trigger(ABC):
     def due_after(self, step: int, asked: bool = False) -> tuple[int, ...]:
         """Fragments that are due after `step`, counted over the whole run; the warm-up is over."""
 
+    def count_of(self, fragment: int, step: int) -> int:
+        """How often `fragment` has been due, the sync after `step` included."""
+        return self.syncs
+
     def wants_sync(self) -> bool:
         """Whether this rank would synchronise after the step in progress; always False for a trigger by steps."""
         return False
@@ -158,7 +162,15 @@ class StepTrigger(Trigger):
         """See Trigger."""
         assert self.warmup_end is not None
         at = (step - self.warmup_end) % self.interval
-        return tuple(f for f in range(self.num_fragments) if f * self.interval // self.num_fragments == at)
+        return tuple(f for f in range(self.num_fragments) if self._offset(f) == at)
+
+    def count_of(self, fragment: int, step: int) -> int:
+        """See Trigger."""
+        assert self.warmup_end is not None
+        return (step - self.warmup_end) // self.interval + int(self._offset(fragment) > 0)
+
+    def _offset(self, fragment: int) -> int:
+        return fragment * self.interval // self.num_fragments
 
 
 class TimeTrigger(Trigger):

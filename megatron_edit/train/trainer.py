@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_edit.config.schema import Config
+from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.model.sharding import local_parameter_count, parameter_count
 from megatron_edit.platform import Platform
 from megatron_edit.sync.event import Meeting
@@ -70,6 +70,7 @@ class Trainer:
         )
         self._schedule, self._schedule_samples = start.schedule, position.schedule_samples
         self._resumed = start.resumed
+        self._refuse_syncs_without_learning_rate()
         self._rendezvous_store = store
         self._logged_iteration = self.iteration
         self._learning_rate = 0.0  # of the last step
@@ -89,6 +90,21 @@ class Trainer:
             if config.logging.log_throughput
             else None,
         )
+
+    def _refuse_syncs_without_learning_rate(self) -> None:
+        """SlowMo divides by the inner learning rate of the step before a sync. Raises ConfigError where that is 0."""
+        if self.engine.method.outer_step != "slowmo":
+            return
+        edit, batch = self.config.edit, self.global_batch_size
+        for iteration in range(self.iteration + 1, self.train_iters + 1):
+            local = iteration - edit.edit_warmup_steps
+            due = local > 0 and (iteration == self.train_iters or local % edit.edit_sync_interval == 0)
+            before = self.consumed_samples + (iteration - 1 - self.iteration) * batch
+            if due and self._schedule.at_samples(before - self._schedule_samples) == 0:
+                raise ConfigError([
+                    f"--edit-method slowmo divides by the learning rate, which is 0 at iteration {iteration}, before a "
+                    f"sync: give --min-lr above 0, for example {self.config.optimizer.lr / 10:g}"
+                ])  # fmt: skip
 
     @property
     def iteration(self) -> int:

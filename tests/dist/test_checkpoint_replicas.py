@@ -127,6 +127,36 @@ def test_between_two_syncs_the_sync_is_made_first(layout: dict[str, Any], tmp_pa
     assert all(replica["updates_since_sync"] == [0] for replica in numbers(tmp_path / "new", at)["replicas"])
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"edit_method": "streaming", "edit_sync_delay": 2},
+        {"edit_method": "co2"},
+        {"edit_method": "post-local-sgd"},
+        pytest.param({"edit_method": "co2-sharded"}, marks=pytest.mark.full(reason="as co2")),
+        pytest.param({"edit_method": "slowmo"}, marks=pytest.mark.full(reason="as edit")),
+    ],
+    ids=lambda method: method["edit_method"],
+)
+def test_what_is_under_way_is_applied_before_the_number_changes(method: dict[str, Any], tmp_path: Path) -> None:
+    """As if the old replicas had ended there: averages under way applied, then one last sync."""
+    at = INTERVAL + 2
+    run_part(part(2, 0, at, save=tmp_path / "old", **method))
+    run_part(part(2, at, at, load=tmp_path / "old", save=tmp_path / "synced", fault=sync_now, **method))
+    expected = tensors_of(tmp_path / "synced", at)
+    under_way = shared(tensors_of(tmp_path / "old", at), "in_flight")
+    assert bool(under_way) == (method["edit_method"] in ("streaming", "co2", "co2-sharded"))
+    new, _ = resized(tmp_path / "old", 3, at, tmp_path / "new", **method)
+    for replica in range(3):
+        one, other = local(new, replica, "param"), local(expected, 0, "param")
+        assert one.keys() == other.keys() and one
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=1e-7, msg=name)
+    assert not shared(new, "in_flight") and not numbers(tmp_path / "new", at)["in_flight"]["events"]
+    record = run_part(part(3, at, at + INTERVAL, load=tmp_path / "new", **method))
+    assert all(loss < 6 for loss in record.losses)
+
+
 def nan_in_replica_1(replica: Replica, state: TrainingState) -> None:
     if replica.mesh.replica == 1:
         module = next(module for module in replica.engine.modules if module.key == "head")

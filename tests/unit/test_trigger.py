@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_edit.sync.trigger import StepDecision, StepTrigger, Trigger
+from megatron_edit.sync.trigger import StepDecision, StepTrigger, TimeTrigger, Trigger
 
 
 def sync_steps(trigger: Trigger, steps: int) -> list[int]:
@@ -114,3 +114,60 @@ def test_numbers_out_of_range_are_refused() -> None:
         StepTrigger(0)
     with pytest.raises(ValueError, match="got -1; try"):
         StepTrigger(4, warmup_steps=-1)
+
+
+def test_fragments_are_due_at_their_offsets_and_counted_each() -> None:
+    trigger = StepTrigger(4, warmup_steps=1, num_fragments=3)
+    due = {d.step - 1: d.due for d in (trigger.advance() for _ in range(13)) if d.due}
+    assert due == {1: (1,), 2: (2,), 4: (0,), 5: (1,), 6: (2,), 8: (0,), 9: (1,), 10: (2,), 12: (0,)}
+    assert [trigger.count_of(f, step + 1) for step, (f,) in due.items()] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_with_more_fragments_than_steps_several_share_a_step() -> None:
+    trigger = StepTrigger(2, num_fragments=5)
+    assert [trigger.advance().due for _ in range(4)] == [(3, 4), (0, 1, 2)] * 2
+    assert trigger.syncs == 4
+
+
+class Clock:
+    """Seconds, as a test sets them."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_clock_asks_once_the_time_is_over_and_starts_anew() -> None:
+    clock = Clock()
+    trigger = TimeTrigger(10.0, clock=clock)
+    for now, wants in ((105.0, False), (109.9, False), (110.0, True)):
+        clock.now = now
+        assert trigger.wants_sync() is wants
+        assert trigger.advance(asked=wants).due == ((0,) if wants else ())
+    trigger.restart_clock()
+    clock.now = 119.0
+    assert not trigger.wants_sync()
+    assert (trigger.syncs, trigger.steps_since_sync) == (1, 0)
+
+
+def test_a_clock_that_jumps_back_costs_a_step_and_not_a_hang() -> None:
+    clock = Clock()
+    trigger = TimeTrigger(10.0, clock=clock)
+    clock.now = 106.0
+    assert not trigger.wants_sync()
+    clock.now = -5000.0
+    assert not trigger.wants_sync()
+    clock.now = -4996.0
+    assert trigger.wants_sync(), "6 seconds before the jump and 4 after it"
+
+
+def test_in_the_warm_up_no_clock_asks_and_its_end_starts_it() -> None:
+    clock = Clock()
+    trigger = TimeTrigger(10.0, warmup_steps=2, clock=clock)
+    clock.now = 150.0
+    assert not trigger.wants_sync()
+    assert [trigger.advance().set_anchor for _ in range(2)] == [False, True]
+    clock.now = 159.0
+    assert not trigger.wants_sync()
