@@ -157,9 +157,17 @@ def test_stop_request_brings_the_sync_forward(tmp_path: Path) -> None:
     settings = {**A_EDIT, "edit_sync_time": 600, "save": str(tmp_path / "run"), "log_sample_ids": str(ids)}
 
     def asked(rank: int) -> None:
+        from megatron_edit.train.trainer import Trainer
+
         slowed([0.03, 0.09])(rank)
-        if rank == 1:
-            threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        iterate = Trainer._iterate
+
+        def asked_while_it_trains(self: Trainer, stop: Any) -> Any:
+            if rank == 1:
+                threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            return iterate(self, stop)
+
+        Trainer._iterate = asked_while_it_trains  # type: ignore[method-assign]
 
     result = train(2, **{**settings, "train_samples": 100_000}, in_rank=asked)
     stop = re.search(r"SIGTERM on rank 1: all ranks stop after iteration (\d+)", result.stdout)
