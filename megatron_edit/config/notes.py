@@ -40,6 +40,13 @@ def _method_notes(config: Config) -> Iterator[str]:
     if train_iters is None:
         return
     if edit.edit_method == "a-edit":
+        timeout, sync_time = config.parallel.distributed_timeout_seconds, edit.edit_sync_time
+        if sync_time is not None and timeout <= sync_time:
+            yield (
+                f"--distributed-timeout-seconds {timeout} is not above --edit-sync-time {sync_time:g}: a replica that "
+                "has used up its reserve of samples enters the sync early, and may wait that long for the others; "
+                f"{round(2 * sync_time)} would be safe"
+            )
         return
     local_steps = train_iters - edit.edit_warmup_steps
     if local_steps <= 0 and train_iters > 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,8 +13,10 @@ import torch
 from megatron_edit.data.datasets import SampleDataset
 from megatron_edit.data.errors import LoaderError
 from megatron_edit.data.order import SampleOrder, microbatch_positions, replica_positions
+from megatron_edit.data.reserves import Reserve
 
 Microbatch = dict[str, torch.Tensor]
+Batch = tuple[list[Microbatch], list[int]]  # of one rank, and the ids of its replica's samples
 
 
 @dataclass(frozen=True)
@@ -87,35 +89,28 @@ class MicrobatchLoader:
         self.global_batch_size, self.pin_memory = global_batch_size, pin_memory
         self.consumed_samples = consumed_samples
         self.num_microbatches = len(place.microbatches(consumed_samples, global_batch_size))
-        self._depth = max(prefetch, num_workers)
-        self._ahead: deque[Future[tuple[list[Microbatch], list[int]]]] = deque()
-        self._pool = ThreadPoolExecutor(num_workers, "data-loader") if num_workers else None
+        self._ahead = _ReadAhead(self._read, num_workers, max(prefetch, num_workers))
 
-    def next_batch(self) -> tuple[list[Microbatch], list[int]]:
+    def next_batch(self) -> Batch:
         """The microbatches of this rank in the next iteration, and the ids (SampleOrder.sample_ids) of all
         samples that its *replica* takes, in order.
 
         Raises:
             LoaderError: a sample cannot be read; `__cause__` is the first error, nothing counts as consumed.
         """
+        starts = range(
+            self.consumed_samples,
+            self.consumed_samples + self._ahead.depth * self.global_batch_size,
+            self.global_batch_size,
+        )
         try:
-            if self._pool is None:
-                batch = self._read(self.consumed_samples)
-            else:
-                while len(self._ahead) < self._depth:
-                    start = self.consumed_samples + len(self._ahead) * self.global_batch_size
-                    self._ahead.append(self._pool.submit(self._read, start))
-                batch = self._ahead[0].result()
-                self._ahead.popleft()
+            batch = self._ahead.next(starts)
         except Exception as error:
-            raise LoaderError(
-                f"replica {self.place.replica}, shard rank {self.place.shard_rank}: reading the batch after "
-                f"{self.consumed_samples} consumed samples: {type(error).__name__}: {error}"
-            ) from error
+            raise _loader_error(self.place, f"after {self.consumed_samples} consumed samples", error) from error
         self.consumed_samples += self.global_batch_size
         return batch
 
-    def _read(self, consumed_samples: int) -> tuple[list[Microbatch], list[int]]:
+    def _read(self, consumed_samples: int) -> Batch:
         place = self.place
         mine = place.microbatches(consumed_samples, self.global_batch_size)
         replica = replica_positions(consumed_samples, self.global_batch_size, place.num_replicas, place.replica)
@@ -129,9 +124,114 @@ class MicrobatchLoader:
 
     def close(self) -> None:
         """Ends the threads; what was read ahead is dropped and does not count."""
+        self._ahead.close()
+
+
+class ReserveLoader:
+    """Batch after batch of a replica's reserve, for one rank; for replicas that take unequal numbers of steps.
+
+    Arguments as of `MicrobatchLoader`. `refill` comes before the first batch and after every sync; what was taken of
+    the reserve before is known from the number of steps, and the rest of it is not this loader's any more.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[SampleDataset],
+        order: SampleOrder,
+        *,
+        place: RankPlace,
+        num_workers: int = 1,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        self.datasets, self.order, self.place, self.pin_memory = list(datasets), order, place, pin_memory
+        self._ahead = _ReadAhead(self._read, num_workers, max(prefetch, num_workers))
+        self._reserve = Reserve((), batch_size=1)
+        self._taken = 0
+
+    @property
+    def batches_left(self) -> int:
+        """Steps that the reserve still lasts for."""
+        return self._reserve.num_batches - self._taken
+
+    def refill(self, reserve: Reserve) -> None:
+        """Goes on with `reserve` from its first batch."""
         self._ahead.clear()
+        self._reserve, self._taken = reserve, 0
+        self._ahead.start(self._next_indices())
+
+    def next_batch(self) -> Batch:
+        """As `MicrobatchLoader.next_batch`. The reserve must not be empty.
+
+        Raises:
+            LoaderError: a sample cannot be read; `__cause__` is the first error, nothing counts as taken.
+        """
+        assert self.batches_left > 0, "the reserve is empty: the replica had to enter the sync before"
+        try:
+            batch = self._ahead.next(self._next_indices())
+        except Exception as error:
+            where = f"{self._taken} of {self._reserve.num_batches} of its reserve"
+            raise _loader_error(self.place, where, error) from error
+        self._taken += 1
+        return batch
+
+    def _next_indices(self) -> range:
+        return range(self._taken, min(self._taken + self._ahead.depth, self._reserve.num_batches))
+
+    def _read(self, index: int) -> Batch:
+        positions, place = self._reserve.batch(index), self.place
+        whole = range(len(positions))
+        mine = microbatch_positions(whole, place.micro_batch_size, place.shard_size, place.shard_rank)
+        microbatches = [positions[part.start : part.stop].tolist() for part in mine]
+        ids = self.order.sample_ids(positions)
+        return read_microbatches(self.datasets, self.order, microbatches, self.pin_memory), ids.tolist()
+
+    def close(self) -> None:
+        """Ends the threads; what was read ahead is dropped and does not count."""
+        self._ahead.close()
+
+
+class _ReadAhead:
+    """`read(key)` for key after key, up to `depth` of them ahead in `num_workers` threads; 0: when asked."""
+
+    def __init__(self, read: Callable[[int], Batch], num_workers: int, depth: int) -> None:
+        self.depth = depth
+        self._read = read
+        self._futures: deque[Future[Batch]] = deque()
+        self._pool = ThreadPoolExecutor(num_workers, "data-loader") if num_workers else None
+
+    def start(self, keys: range) -> None:
+        """Begins to read `keys`; the first of them have been begun already if there are futures."""
+        if self._pool is not None:
+            self._futures.extend(self._pool.submit(self._read, key) for key in keys[len(self._futures) :])
+
+    def next(self, keys: range) -> Batch:
+        """What is read at the first of `keys`; the others come next. After an error the same key is asked for again."""
+        if self._pool is None:
+            return self._read(keys[0])
+        self.start(keys)
+        batch = self._futures[0].result()
+        self._futures.popleft()
+        return batch
+
+    def clear(self) -> None:
+        """Forgets what was read ahead."""
+        for future in self._futures:
+            future.cancel()
+        self._futures.clear()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _loader_error(place: RankPlace, where: str, error: Exception) -> LoaderError:
+    return LoaderError(
+        f"replica {place.replica}, shard rank {place.shard_rank}: reading the batch {where}: "
+        f"{type(error).__name__}: {error}"
+    )
 
 
 def evaluation_batches(

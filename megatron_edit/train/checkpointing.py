@@ -16,6 +16,7 @@ from megatron_edit.checkpoint.training_state import TrainingState
 from megatron_edit.checkpoint.writer import CheckpointWriter, Saved
 from megatron_edit.config.schema import Config, OptimizerConfig
 from megatron_edit.config.settings import is_given
+from megatron_edit.train.pace import Pace
 from megatron_edit.train.replica import Replica
 from megatron_edit.train.schedule import LearningRateSchedule
 
@@ -27,6 +28,9 @@ class Position:
     iteration: int = 0  # completed
     consumed_samples: int = 0
     schedule_samples: int = 0  # consumed before the first step of the learning rate schedule
+    # `SamplePool.state` and `Pace.state` of a run with unequal step counts, where the counts above do not say it all.
+    reserves: dict[str, Any] | None = None
+    at_sync: bool | None = None  # whether all replicas hold the same weights; None: the trigger's steps tell
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,10 @@ class RunCheckpoints:
 
     # ---- saving ----------------------------------------------------------------------------------------------------
 
-    def due(self, iteration: int) -> bool:
-        """Whether `iteration` is to be saved. A compact checkpoint waits for the next sync."""
-        interval = self._settings.save_interval
-        self._is_due = self._is_due or bool(interval and iteration % interval == 0)
-        return self._is_due and (self._settings.save_scope == "full" or self._at_sync)
+    def due(self, pace: Pace, *, at_sync: bool | None = None) -> bool:
+        """Whether where `pace` stands is to be saved. A compact checkpoint waits for the next sync."""
+        self._is_due = self._is_due or pace.crossed(self._settings.save_interval)
+        return self._is_due and (self._settings.save_scope == "full" or self._is_at_sync(at_sync))
 
     def save(self, position: Position, schedule: LearningRateSchedule, *, wait: bool = False) -> None:
         """Completes a due sync and saves; says so when it is durable. Nothing is done twice for one iteration.
@@ -105,7 +108,7 @@ class RunCheckpoints:
         self._say(f"saved the final weights to {saved.folder}")
 
     def _write(self, writer: CheckpointWriter, position: Position, schedule: LearningRateSchedule) -> None:
-        scope = self._settings.save_scope if self._at_sync else "full"
+        scope = self._settings.save_scope if self._is_at_sync(position.at_sync) else "full"
         if scope != self._settings.save_scope:
             self._say(f"iteration {position.iteration} lies between two syncs: its checkpoint is a full one")
         numbers = self.state.numbers(self._group)
@@ -114,6 +117,7 @@ class RunCheckpoints:
             "scope": scope,
             "consumed_samples": position.consumed_samples,
             "order": self._order(),
+            **({"reserves": position.reserves} if position.reserves is not None else {}),
             "schedule": {
                 "samples": position.schedule_samples,
                 "global_batch_size": schedule.global_batch_size,
@@ -159,9 +163,10 @@ class RunCheckpoints:
             "split": data.split if data.data_path else None,
         }
 
-    @property
-    def _at_sync(self) -> bool:
+    def _is_at_sync(self, known: bool | None) -> bool:
         """Whether all replicas hold the same weights, once a due sync is completed."""
+        if known is not None:
+            return known
         return self._engine.replicas_agree
 
     # ---- loading ---------------------------------------------------------------------------------------------------
@@ -184,12 +189,14 @@ class RunCheckpoints:
             return self._start(Position(), resumed=False)
         saved = candidate.manifest.content
         weights_only = settings.finetune or not settings.load_optim
+        reserves = None if settings.finetune else saved.get("reserves")
+        resized = saved["layout"]["sync"] != self._replica.mesh.num_replicas
         if weights_only:
             iteration = 0 if settings.finetune else candidate.manifest.iteration
             consumed = 0 if settings.finetune else saved.get("consumed_samples")
             if consumed is None:
                 raise CheckpointError(f"{candidate.folder} holds weights only: give --finetune to start from them")
-            position = Position(iteration, consumed, consumed)
+            position = Position(iteration, consumed, consumed, reserves)
             remarks = restore_weights(self.state, candidate, self._group, iteration=iteration)
             remarks.append("learning rate: the flags' schedule, from its first step: only weights were loaded")
             start = self._start(position, resumed=iteration > 0)
@@ -205,7 +212,13 @@ class RunCheckpoints:
             if not settings.load_rng:
                 remarks.append("--no-load-rng: generators (dropout) are as at the start of a run")
             schedule = saved["schedule"]
-            position = Position(candidate.manifest.iteration, saved["consumed_samples"], schedule["samples"])
+            position = Position(
+                candidate.manifest.iteration,
+                saved["consumed_samples"],
+                schedule["samples"],
+                reserves,
+                at_sync=resized or not any(max(each["updates_since_sync"]) for each in saved["replicas"]),
+            )
             start = self._start(position, resumed=True)
             remarks.append(self._schedule_remark(start.schedule, schedule))
             remarks += self._order_remarks(saved.get("order", {}))
@@ -213,11 +226,23 @@ class RunCheckpoints:
                 start = replace(start, schedule=_saved_schedule(schedule))
             what = "resumed"
             self._saved_iteration = self._iteration_here(candidate)
+        self._check_reserves(candidate, reserves)
         self._say(f"loaded {describe_candidate(candidate.folder, saved)}")
         for remark in remarks:
             self._say(remark)
         self._say(f"{what} iteration {candidate.manifest.iteration} of {start.train_iters} from {load}")
         return start
+
+    def _check_reserves(self, candidate: Candidate, reserves: dict[str, Any] | None) -> None:
+        """Steps that all replicas take together read on from one position: no sample may be left out before it."""
+        if reserves and reserves["ranges"] and (self._engine.method.equal_steps or self._engine.synchronous):
+            unused = sum(stop - start for start, stop in reserves["ranges"])
+            raise CheckpointError(
+                f"{candidate.folder} was saved by --edit-method {candidate.manifest.content['method']}: {unused} "
+                f"samples before its position {reserves['frontier']} are still to be used, which --edit-method "
+                f"{self._config.edit.edit_method}{' in its warm-up' if self._engine.synchronous else ''} cannot do; go "
+                "on with that method, or start from the weights with --finetune"
+            )
 
     def _warn_of_used_folder(self, writer: CheckpointWriter) -> None:
         """A new run in the folder of another writes over it; --load would have gone on with that one."""
@@ -251,11 +276,13 @@ class RunCheckpoints:
         training, optimizer = self._config.training, self._config.optimizer
         assert training.train_iters is not None and training.global_batch_size is not None
         train_iters, batch = training.train_iters, training.global_batch_size
+        beyond = (position.reserves or {}).get("samples_beyond_iteration", 0)
         if is_given(self._config, "train_samples"):
             assert training.train_samples is not None
-            train_iters = position.iteration + max(0, training.train_samples - position.consumed_samples) // batch
+            samples = max(0, training.train_samples - position.consumed_samples)
+            train_iters = position.iteration + (samples + beyond) // batch
         if self._config.sources.get("lr_decay_iters") == "derived":
-            left = max(1, train_iters - position.iteration) * batch
+            left = max(1, train_iters - position.iteration) * batch - beyond
             decay = position.consumed_samples - position.schedule_samples + left
             optimizer = replace(optimizer, lr_decay_iters=None, lr_decay_samples=decay)
         return Start(position, train_iters, LearningRateSchedule(optimizer, train_iters, batch), resumed)

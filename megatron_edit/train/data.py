@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_edit.config.schema import Config
 from megatron_edit.data.datasets import SplitDatasets, build_mock_split, build_split
-from megatron_edit.data.loader import Microbatch, MicrobatchLoader, RankPlace, evaluation_batches
+from megatron_edit.data.loader import Microbatch, MicrobatchLoader, RankPlace, ReserveLoader, evaluation_batches
+from megatron_edit.data.reserves import SamplePool
 from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.train.checked_data import CheckedData
 
@@ -45,6 +47,25 @@ class RunData:
             num_workers=self._config.data.num_workers,
             pin_memory=self._pin_memory,
         )
+
+    def reserve_loader(self) -> ReserveLoader:
+        """This rank's training batches out of reserves, for replicas that take unequal numbers of steps."""
+        train = self._splits["train"]
+        return ReserveLoader(
+            train.datasets,
+            train.training_order(self._config.training.seed),
+            place=self._place,
+            num_workers=self._config.data.num_workers,
+            pin_memory=self._pin_memory,
+        )
+
+    def pool(self, consumed_samples: int, state: dict[str, Any] | None) -> SamplePool:
+        """The samples that were not used: those of a saved `state`, or all after `consumed_samples`."""
+        order = self._splits["train"].training_order(self._config.training.seed)
+        epoch_size = order.unique_prefix() if order.weights is None else None
+        if state is None:
+            return SamplePool(epoch_size, consumed_samples)
+        return SamplePool(epoch_size, state["frontier"], state["ranges"])
 
     def evaluation(self, split: str) -> Iterator[list[Microbatch]]:
         """This rank's share of the same first samples of `split` at every call."""

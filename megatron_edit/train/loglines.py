@@ -26,7 +26,7 @@ class TrainReport:
     iteration: int
     train_iters: int
     consumed_samples: int  # over all replicas, since the start of the training
-    iteration_ms: float  # mean over the iterations and the replicas
+    iteration_ms: float  # seconds of the replicas / their steps: what a global batch takes
     learning_rate: float
     global_batch_size: int
     lm_loss: float  # nats per token
@@ -38,6 +38,7 @@ class TrainReport:
     loss_scale: float | None = None  # fp16 only
     tokens_per_second: float | None = None  # per device
     tflops: float | None = None  # per device, TFLOP/s of the model's arithmetic
+    replica_steps: tuple[int, ...] = ()  # of each replica since the report before, where they are not equal (a-edit)
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def training_line(report: TrainReport, now: datetime | None = None) -> str:
     ]
     if len(report.replica_losses) > 1:
         fields += [f"lm loss replica {r}: {loss:.6E}" for r, loss in enumerate(report.replica_losses)]
+    fields += [f"steps of replica {r}: {steps}" for r, steps in enumerate(report.replica_steps)]
     if report.loss_scale is not None:
         fields.append(f"loss scale: {report.loss_scale:.1f}")
     if report.grad_norm is not None:

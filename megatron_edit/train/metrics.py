@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_edit.config.schema import Config
 from megatron_edit.train.loglines import SyncReport, TrainReport
 
 if TYPE_CHECKING:
@@ -100,6 +101,26 @@ def training_flops_per_token(
     layer_weights = attention_weights + 3 * hidden_size * ffn_hidden_size
     attention_scores = 2 * seq_length * query_size  # query x key, and probabilities x value
     return 6.0 * (num_layers * (layer_weights + attention_scores) + hidden_size * vocab_size)
+
+
+def throughput_of(config: Config, vocab_size: int, replica_devices: int) -> Throughput:
+    """Of a resolved `config`."""
+    model, training = config.model, config.training
+    assert model.ffn_hidden_size and model.num_query_groups and model.kv_channels and training.replica_batch_size
+    return Throughput(
+        replica_tokens=training.replica_batch_size * model.seq_length,
+        replica_devices=replica_devices,
+        flops_per_token=training_flops_per_token(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            ffn_hidden_size=model.ffn_hidden_size,
+            num_attention_heads=model.num_attention_heads,
+            num_query_groups=model.num_query_groups,
+            kv_channels=model.kv_channels,
+            seq_length=model.seq_length,
+            vocab_size=vocab_size,
+        ),
+    )
 
 
 @dataclass
@@ -315,16 +336,18 @@ def train_report(slots: Tensor, known: TrainReport, throughput: Throughput | Non
         return slots[:, which].tolist()
 
     seconds, iterations = column(_Column.SECONDS), column(_Column.ITERATIONS)
+    unequal = len(set(iterations)) > 1
     per_iteration = [_ratio(s, n) for s, n in zip(seconds, iterations, strict=True)]
     report = replace(
         known,
-        iteration_ms=1000 * sum(per_iteration) / len(per_iteration),
+        iteration_ms=1000 * _ratio(sum(seconds), sum(iterations)),
         lm_loss=_ratio(sum(column(_Column.LOSS_SUM)), sum(column(_Column.TOKENS))),
         replica_losses=tuple(
             _ratio(*each) for each in zip(column(_Column.LOSS_SUM), column(_Column.TOKENS), strict=True)
         ),
         skipped_iterations=int(max(column(_Column.SKIPPED_ITERATIONS))),
         nan_iterations=int(max(column(_Column.NAN_ITERATIONS))),
+        replica_steps=tuple(int(n) for n in iterations) if unequal else (),
     )
     if known.grad_norm is not None:
         finite = sum(column(_Column.GRAD_NORM_IS_FINITE))

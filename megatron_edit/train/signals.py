@@ -33,7 +33,8 @@ remains. torchrun kills its workers 30 s after it was asked to stop, unless it i
 itself overwrites TORCHELASTIC_SIGNALS_TO_HANDLE).
 
 `should_stop` counts boundaries, not optimizer steps: a method whose replicas make unequal numbers of steps
-calls it at its syncs, with the number of the sync.
+calls it at its syncs, with the number of the sync. Such a replica reads `requested` in every step and enters its
+next sync early; the others come as soon as their threads have seen the request.
 """
 
 from __future__ import annotations
@@ -72,11 +73,6 @@ class StopReason:
 
     def __str__(self) -> str:
         return f"{self.cause} on rank {self.rank}: all ranks stop after iteration {self.iteration}"
-
-
-def exit_interval_reached(iteration: int, exit_interval: int | None) -> bool:
-    """Whether `--exit-interval` ends the run after `iteration` (iterations completed, counted from 1)."""
-    return exit_interval is not None and iteration > 0 and iteration % exit_interval == 0
 
 
 def _note_signal(number: int, frame: FrameType | None) -> None:
@@ -165,6 +161,12 @@ class StopCoordinator:
                 self._pass_boundary()
             return None
         return StopReason(str(self._request["cause"]), int(self._request["rank"]), self._target)
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank knows of a request, so that its proposal is fixed. Costs an uncontended lock."""
+        with self._lock:
+            return self._proposal is not None
 
     def request_stop(self, cause: str) -> None:
         """Asks all ranks to stop; returns at once. `cause` is shown to the user. Any thread may call it."""

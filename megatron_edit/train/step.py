@@ -14,7 +14,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from megatron_edit.sync.modules import ModuleShard
+from megatron_edit.sync.event import Meeting
 from megatron_edit.train.replica import Replica
 
 Microbatch = dict[str, torch.Tensor]  # tokens, labels, position_ids [b, S] int64; loss_mask [b, S] fp32
@@ -28,6 +28,11 @@ class StepOutcome:
     tokens: torch.Tensor  # 0-d, tokens that count; 0 except on the last pipeline stage
     grad_norm: float | None  # of the replica's gradient, before clipping; None: not computed
     updated: bool  # False: no token counted, or a gradient that is not finite; the parameters are as before
+    meeting: Meeting | None = None  # what the replicas learnt of each other, when a sync was due after the step
+
+
+def _asks_nothing() -> bool:
+    return False
 
 
 class TrainStep:
@@ -42,8 +47,17 @@ class TrainStep:
         no_sync = [chunk.no_sync for chunk in replica.chunks]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
-    def run(self, microbatches: list[Microbatch], learning_rate: float) -> StepOutcome:
-        """One step on this rank's microbatches with the inner optimizer at `learning_rate`."""
+    def run(
+        self,
+        microbatches: list[Microbatch],
+        learning_rate: float,
+        asks_for_sync: Callable[[], bool] = _asks_nothing,
+    ) -> StepOutcome:
+        """One step on this rank's microbatches with the inner optimizer at `learning_rate`.
+
+        `asks_for_sync`: called once, when the gradients are ready; what any rank of the replica answers is the
+        replica's, see `Trigger.wants_sync`. The answers travel with the gradient's norm.
+        """
         replica = self.replica
         for chunk in replica.chunks:
             chunk.zero_grad_buffer()
@@ -51,53 +65,81 @@ class TrainStep:
         replica.set_learning_rate(learning_rate)
         losses = replica.forward_backward(microbatches)
         if self._counts_no_token():
-            updated, grad_norm = False, None  # Adam would decay the weights and move on its momentum
+            grad_norm, asked = None, self._agree(asks_for_sync())
         else:
-            updated, grad_norm = self._update()
-        if not updated and (leading := self._leading_modules()):
-            replica.engine.begin_sync(leading, updated=False)  # the other replicas do, and wait for this one
-        replica.engine.after_step(updated, learning_rate=learning_rate)
+            grad_norm, asked = self._clipped_gradient(asks_for_sync)
+        updated = grad_norm is not None and math.isfinite(grad_norm)
+        self._step_optimizer(asked, updated)
+        meeting = replica.engine.after_step(updated, learning_rate=learning_rate, asked=asked)
         loss_sum, tokens = sum_losses(losses, replica.mesh.platform.device)
-        return StepOutcome(loss_sum, tokens, grad_norm, updated)
+        return StepOutcome(loss_sum, tokens, grad_norm, updated, meeting)
 
     @torch.no_grad()
-    def _update(self) -> tuple[bool, float | None]:
-        """megatron-core's optimizer step, left out when the gradient's norm is not finite (ours): (done, norm).
+    def _clipped_gradient(self, asks_for_sync: Callable[[], bool]) -> tuple[float | None, bool]:
+        """Makes the gradient ready for the inner optimizer: (norm before clipping, what the replica's ranks asked).
 
-        The norm is the replica's, so its ranks agree; in synchronous steps it is everybody's. One bad batch then costs
-        a step, not the weights: without a sync (`baseline`, warm-up) nothing could bring them back.
+        The norm is the replica's, so its ranks agree; in synchronous steps it is everybody's. None: fp16 overflow.
         """
         optimizer, clip_grad = self.replica.optimizer, self.replica.config.optimizer.clip_grad
         if optimizer.prepare_grads():  # fp16 overflow
-            return False, None
-        norm = float(optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            return False, norm
-        if clip_grad > 0:
+            return None, self._agree(asks_for_sync())
+        norm, asked = self.norm_and_flag(asks_for_sync())
+        if clip_grad > 0 and math.isfinite(norm):
             for part in optimizer.chained_optimizers:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=clip_grad, total_norm=norm)
-        self._step_optimizer()
-        return True, norm
+        return norm, asked
 
-    def _step_optimizer(self, asked: bool = False) -> None:
-        """The inner optimizer's update. When a sync is due the modules that it begins with come first, so that their
-        messages are under way while the others are updated."""
+    @torch.no_grad()
+    def _step_optimizer(self, asked: bool, updated: bool) -> None:
+        """The inner optimizer's update, left out without a token (Adam would decay the weights and move on its
+        momentum) and when the gradient is not finite (ours): one bad batch then costs a step, not the weights, which
+        in synchronous steps no sync could bring back.
+
+        When a sync is due the modules that it begins with come first, so that their messages are under way while the
+        others are updated; a replica that updates nothing joins in their exchange all the same.
+        """
         optimizer, engine = self.replica.optimizer, self.replica.engine
-        leading = self._leading_modules(asked)
-        if not leading:
-            optimizer.step_with_ready_grads()
-            return
+        leading = engine.leading_modules(asked) if counts_steps_per_parameter(optimizer) else []
         first = {id(piece.optimizer_parameter) for module in leading for piece in module.slices}
-        with only_parameters(optimizer, lambda parameter: id(parameter) in first):
-            for part in optimizer.chained_optimizers:
-                part.optimizer.step()
-        engine.begin_sync(leading)
-        with only_parameters(optimizer, lambda parameter: id(parameter) not in first):
-            optimizer.step_with_ready_grads()
+        if leading:
+            if updated:
+                with only_parameters(optimizer, lambda parameter: id(parameter) in first):
+                    for part in optimizer.chained_optimizers:
+                        part.optimizer.step()
+            engine.begin_sync(leading, updated=updated)
+        if updated:
+            with only_parameters(optimizer, lambda parameter: id(parameter) not in first):
+                optimizer.step_with_ready_grads()
 
-    def _leading_modules(self, asked: bool = False) -> list[ModuleShard]:
-        """See `SyncEngine.leading_modules`; [] too where the inner optimizer cannot update them first."""
-        return self.replica.engine.leading_modules(asked) if counts_steps_per_parameter(self.replica.optimizer) else []
+    def norm_and_flag(self, flag: bool) -> tuple[float, bool]:
+        """Norm of the replica's gradient, and whether any of its ranks has `flag` set: one reduction for both.
+
+        The norm is megatron-core's `get_grad_norm`, up to fp32 rounding: the same elements over the same group.
+        """
+        optimizer = self.replica.optimizer
+        gradients = [
+            gradient for part in optimizer.chained_optimizers for gradient in part.get_main_grads_for_grad_norm()
+        ]
+        both = torch.zeros(2, dtype=torch.float32, device=self.replica.mesh.platform.device)  # sum of squares, flags
+        if gradients:
+            both[0] = torch.stack(torch._foreach_norm(gradients)).square().sum()
+        both[1] = float(flag)
+        dist.all_reduce(both, group=optimizer.get_grad_stats_parallel_group())
+        square_sum, flags = both.tolist()
+        return math.sqrt(square_sum), flags > 0
+
+    def _agree(self, flag: bool) -> bool:
+        """Whether any rank of the replica has `flag` set, in a step without a norm: in a reduction of its own.
+
+        Only where it decides something: a replica that never has a norm (all of its tokens masked) would otherwise
+        never come to the sync at which the others wait.
+        """
+        engine = self.replica.engine
+        if engine.method.equal_steps or engine.synchronous:
+            return False
+        flags = torch.tensor([float(flag)], device=self.replica.mesh.platform.device)
+        dist.all_reduce(flags, group=self.replica.optimizer.get_grad_stats_parallel_group())
+        return bool(flags > 0)
 
     def _finalize_gradients(
         self, model: list[torch.nn.Module], num_tokens: torch.Tensor, **megatron_arguments: Any

@@ -11,8 +11,13 @@ from megatron_edit.sync.penalty import effective_replicas
 from megatron_edit.train.loglines import SyncReport
 
 
-def stage_sync_report(result: SyncResult, mesh: Mesh, modules: list[ModuleShard]) -> SyncReport:
-    """The modules of this rank's stage. `MetricsReducer.emit_sync` joins the stages."""
+def stage_sync_report(
+    result: SyncResult, mesh: Mesh, modules: list[ModuleShard], iteration: int | None = None
+) -> SyncReport:
+    """The modules of this rank's stage. `MetricsReducer.emit_sync` joins the stages.
+
+    `iteration`: where replicas with unequal step counts have met; default: the replica's steps.
+    """
     tied_copy = mesh.is_last_stage and mesh.layout.pp > 1
     # The tied matrix is on two stages; the copy on the last one is the same module and counts once.
     decision = result.decision
@@ -21,7 +26,7 @@ def stage_sync_report(result: SyncResult, mesh: Mesh, modules: list[ModuleShard]
     used = averaged[averaged > 0]
     return SyncReport(
         sync=decision.index,
-        iteration=decision.iteration,
+        iteration=decision.iteration if iteration is None else iteration,
         modules=int(counted.sum()),
         weight_min=float(used.min()) if used.numel() else float("nan"),
         weight_max=float(used.max()) if used.numel() else float("nan"),

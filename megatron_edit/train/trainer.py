@@ -2,36 +2,39 @@
 
     Trainer(config, platform, checked_data, store).fit()
 
-An iteration is one optimizer step of every replica. What needs all replicas (evaluation, saving, the end) happens at
-iterations that are the same on all of them; in between, nothing here waits for another replica.
+The run goes from boundary to boundary: what needs all replicas (evaluation, saving, the end) happens there, and in
+between nothing here waits for another replica. Where all replicas take equal numbers of steps a boundary lies after
+every iteration, one optimizer step of every replica. With unequal ones (a-edit, after its warm-up) it is a meeting: the
+step after which all replicas decide their next sync. An iteration is then a global batch of samples.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.model.sharding import local_parameter_count, parameter_count
-from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.platform import Platform
+from megatron_edit.sync.event import Meeting
 from megatron_edit.train.checked_data import CheckedData
 from megatron_edit.train.checkpointing import Position, RunCheckpoints
 from megatron_edit.train.data import RunData
 from megatron_edit.train.evaluate import evaluate
+from megatron_edit.train.feed import TrainingFeed
 from megatron_edit.train.loglines import EvaluationReport
 from megatron_edit.train.memory import largest_of_all_ranks, memory_table
-from megatron_edit.train.metrics import MetricsReducer, Reporter, Throughput, training_flops_per_token
+from megatron_edit.train.metrics import MetricsReducer, Reporter, throughput_of
 from megatron_edit.train.output import RunOutput
+from megatron_edit.train.pace import Pace
 from megatron_edit.train.replica import build_replica, mesh_of
-from megatron_edit.train.signals import StopCoordinator, StopReason, exit_interval_reached
-from megatron_edit.train.step import StepOutcome, TrainStep
+from megatron_edit.train.sample_ids import SampleIdFile
+from megatron_edit.train.signals import StopCoordinator, StopReason
+from megatron_edit.train.step import TrainStep
 from megatron_edit.train.sync_report import stage_sync_report
-from megatron_edit.train.writers import drop_lines_after
 
 
 class Trainer:
@@ -42,9 +45,10 @@ class Trainer:
 
     def __init__(self, config: Config, platform: Platform, checked: CheckedData, store: dist.Store) -> None:
         training = config.training
-        assert training.train_iters is not None and training.global_batch_size is not None
+        assert training.global_batch_size and training.replica_batch_size and training.train_samples is not None
         self.config = config
         self.global_batch_size: int = training.global_batch_size
+        self.train_samples: int = training.train_samples
         self.vocab_size = checked.tokenizer.vocab_size
         self.mesh = mesh_of(config, platform)
         self.data = RunData(config, checked, self.mesh)
@@ -55,22 +59,36 @@ class Trainer:
         self._checkpoints = RunCheckpoints(config, self.replica, self.vocab_size, self._output.say)
         start = self._checkpoints.load()
         self.train_iters = start.train_iters
-        self.iteration = start.position.iteration  # completed iterations
-        self.consumed_samples = start.position.consumed_samples  # of all replicas, in the completed iterations
-        self._schedule, self._schedule_samples = start.schedule, start.position.schedule_samples
+        position = start.position
+        self.pace = Pace(
+            iteration=position.iteration,
+            consumed_samples=position.consumed_samples,
+            num_replicas=self.mesh.num_replicas,
+            replica=self.mesh.replica,
+            replica_batch_size=training.replica_batch_size,
+            state=position.reserves,
+        )
+        self._schedule, self._schedule_samples = start.schedule, position.schedule_samples
         self._resumed = start.resumed
         self._refuse_syncs_without_learning_rate()
         self._rendezvous_store = store
         self._logged_iteration = self.iteration
         self._learning_rate = 0.0  # of the last step
-        self._sample_ids = _SampleIdFile(config.data.log_sample_ids, self.mesh, self.iteration)
-        self._loader = self.data.loader(self.consumed_samples)
+        self._at_sync = position.at_sync is not False  # with unequal steps: whether the last meeting was averaged
+        # Of an interval that another method has begun.
+        self._steps_before = 0 if self.engine.synchronous else self.engine.trigger.steps_since_sync
+        steps = position.reserves["replica_steps"] if position.reserves else [self.iteration]  # of the saved replicas
+        self._met_at: dict[int, int] = {}  # sync -> iteration, until it is reported
+        self._sample_ids = SampleIdFile(config.data.log_sample_ids, self.mesh, steps)
+        self._feed = TrainingFeed(self.data, self.pace, self.mesh.replica, position.reserves)
         self._metrics = MetricsReducer(
             self.mesh.world_control_group,
             platform.device,
             Reporter.from_mesh(self.mesh),
             train_iters=self.train_iters,
-            throughput=self._throughput() if config.logging.log_throughput else None,
+            throughput=throughput_of(config, self.vocab_size, self.mesh.layout.replica_size)
+            if config.logging.log_throughput
+            else None,
         )
 
     def _refuse_syncs_without_learning_rate(self) -> None:
@@ -88,12 +106,22 @@ class Trainer:
                     f"sync: give --min-lr above 0, for example {self.config.optimizer.lr / 10:g}"
                 ])  # fmt: skip
 
+    @property
+    def iteration(self) -> int:
+        """Completed iterations, at the last boundary."""
+        return self.pace.iteration
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that all replicas have used, at the last boundary."""
+        return self.pace.consumed_samples
+
     def fit(self) -> None:
         """Trains to the end, or until a stop is asked for; saves; writes and evaluates `final/` at the end."""
         try:
             self._announce()
             self._output.begin(self.iteration, self.train_iters)
-            at_end = self._resumed and self.iteration >= self.train_iters
+            at_end = self._resumed and self._is_done
             if at_end and not self._checkpoints.lacks_final(self.iteration):
                 self._output.say(f"nothing left to do: resumed at iteration {self.iteration} of {self.train_iters}")
                 return
@@ -108,47 +136,98 @@ class Trainer:
                 handle_signals=training.exit_signal_handler,
             ) as stop:
                 self._end(self._iterate(stop))
-            self._loader.close()
+            self._feed.close()
         finally:
             self._output.close()
 
     def _iterate(self, stop: StopCoordinator) -> StopReason | str | None:
-        """Iterations up to the end (None) or to the reason why the run stops before."""
+        """Goes on to the end (None) or to the reason why the run stops before."""
+        boundary = self.iteration  # the same as the iteration where steps are equal, else syncs count on from it
         while True:
-            reason = stop.should_stop(self.iteration)
-            if self.iteration >= self.train_iters:
+            reason = stop.should_stop(boundary)
+            if self._is_done:
                 return None
             if reason is not None:
-                return reason
-            self._train_iteration()
+                return replace(reason, iteration=self.iteration)
+            if self.engine.method.equal_steps or self.engine.synchronous:
+                self._train_iteration()
+            else:
+                self._train_to_meeting(stop)
+            self._at_boundary()
+            boundary += 1
             interval = self.config.training.exit_interval
-            if exit_interval_reached(self.iteration, interval) and self.iteration < self.train_iters:
+            if self.pace.crossed(interval) and not self._is_done:
                 return f"--exit-interval {interval}: stop after iteration {self.iteration}"
 
+    @property
+    def _is_done(self) -> bool:
+        if self.engine.method.equal_steps:
+            return self.iteration >= self.train_iters
+        return self.consumed_samples >= self.train_samples
+
     def _train_iteration(self) -> None:
-        microbatches, sample_ids = self._loader.next_batch()
-        self._learning_rate = self._schedule.at_samples(self.consumed_samples - self._schedule_samples)
-        outcome = self._step.run(microbatches, self._learning_rate)
-        self.iteration += 1
-        self.consumed_samples += self.global_batch_size
-        self._sample_ids.write(self.iteration, sample_ids)
-        self._log(outcome)
-        interval = self.config.evaluation.eval_interval
-        if interval and self.iteration % interval == 0 and self.iteration < self.train_iters:
-            self._evaluate("validation", self.data.evaluation_splits[:1])
-        if self._checkpoints.due(self.iteration) and self.iteration < self.train_iters:
-            self._save()
-        self._checkpoints.poll()
+        """One step of every replica."""
+        self._train_step(lambda: False)
+        self.pace.meet_after_one_step()
 
-    # ---- the log -----------------------------------------------------------------------------------------------------
-
-    def _log(self, outcome: StepOutcome) -> None:
-        self._metrics.accumulate(outcome.loss_sum, outcome.tokens, outcome.grad_norm, skipped=not outcome.updated)
-        self._report_sync()
-        if self.iteration % self.config.logging.log_interval == 0:
+    def _at_boundary(self) -> None:
+        """What needs all replicas, when its interval is over."""
+        if self.pace.crossed(self.config.logging.log_interval):
             self._emit()
         self._output.show(self._metrics.poll())
         self._output.advance(self.iteration)
+        if self.pace.crossed(self.config.evaluation.eval_interval) and not self._is_done:
+            self._evaluate("validation", self.data.evaluation_splits[:1])
+        if self._checkpoints.due(self.pace, at_sync=self._known_at_sync) and not self._is_done:
+            self._save()
+        self._checkpoints.poll()
+
+    def _train_to_meeting(self, stop: StopCoordinator) -> None:
+        """Steps on this replica's reserve until T is over, a stop is asked for, or the reserve is used up."""
+        self._feed.deal(self.train_samples)
+        trigger = self.engine.trigger
+        trigger.restart_clock()  # evaluation and saving are no time between two syncs
+
+        def asks_for_sync() -> bool:
+            return self.mesh.is_replica_leader and (trigger.wants_sync() or stop.requested or self._feed.is_empty)
+
+        meeting = None
+        while meeting is None:
+            meeting = self._train_step(asks_for_sync)
+            self._output.show(self._metrics.poll())
+
+    def _train_step(self, asks_for_sync: Callable[[], bool]) -> Meeting | None:
+        microbatches, sample_ids = self._feed.next_batch()
+        self._learning_rate = self._schedule.at_samples(self.pace.schedule_samples - self._schedule_samples)
+        outcome = self._step.run(microbatches, self._learning_rate, asks_for_sync)
+        self.pace.step()
+        self._sample_ids.write(self.pace.own_step, sample_ids)
+        self._metrics.accumulate(outcome.loss_sum, outcome.tokens, outcome.grad_norm, skipped=not outcome.updated)
+        if outcome.meeting is not None and not self.engine.method.equal_steps:
+            self._meet(outcome.meeting)
+        self._report_sync()
+        return outcome.meeting
+
+    def _meet(self, meeting: Meeting) -> None:
+        """All replicas know now how many steps each has taken."""
+        steps = tuple(n - self._steps_before for n in meeting.steps)
+        self._steps_before = 0
+        self._feed.give_back(steps)
+        self.pace.meet(steps)
+        self._at_sync = meeting.averaged
+        if meeting.averaged:
+            self._met_at[meeting.index] = self.iteration
+        else:
+            self._output.say(
+                f"sync {meeting.index} at iteration {self.iteration}: put off, all replicas together have taken fewer "
+                f"than --edit-min-total-steps {self.config.edit.edit_min_total_steps}"
+            )
+
+    @property
+    def _known_at_sync(self) -> bool | None:
+        return None if self.engine.method.equal_steps else self._at_sync
+
+    # ---- the log -----------------------------------------------------------------------------------------------------
 
     def _emit(self) -> None:
         """A line on the iterations since the last one, if there were any."""
@@ -165,33 +244,17 @@ class Trainer:
         )
 
     def _report_sync(self) -> None:
-        """A sync is complete after the same iteration on every rank, so all of them report it here together."""
+        """A sync is complete on every rank before its next boundary, so all of them report it here in one order."""
         for result in self.engine.take_results():
             place = self.mesh.place
             if place.sync == place.dp == place.cp == place.tp == 0:  # one rank of each stage
                 self._output.warn(self.engine.take_warnings())
-            self._metrics.emit_sync(stage_sync_report(result, self.mesh, self.engine.modules))
+            iteration = None if self.engine.method.equal_steps else self.iteration
+            iteration = self._met_at.pop(result.decision.index, iteration)
+            self._metrics.emit_sync(stage_sync_report(result, self.mesh, self.engine.modules, iteration))
 
     def _flush_log(self) -> None:
         self._output.show(self._metrics.flush(self.config.parallel.distributed_timeout_seconds))
-
-    def _throughput(self) -> Throughput:
-        model, training = self.config.model, self.config.training
-        assert model.ffn_hidden_size and model.num_query_groups and model.kv_channels and training.replica_batch_size
-        return Throughput(
-            replica_tokens=training.replica_batch_size * model.seq_length,
-            replica_devices=self.mesh.layout.replica_size,
-            flops_per_token=training_flops_per_token(
-                num_layers=model.num_layers,
-                hidden_size=model.hidden_size,
-                ffn_hidden_size=model.ffn_hidden_size,
-                num_attention_heads=model.num_attention_heads,
-                num_query_groups=model.num_query_groups,
-                kv_channels=model.kv_channels,
-                seq_length=model.seq_length,
-                vocab_size=self.vocab_size,
-            ),
-        )
 
     def _announce(self) -> None:
         """What was built, before the first iteration: blocks of ranks, and parameters counted over the ranks."""
@@ -225,7 +288,14 @@ class Trainer:
     def _save(self, *, wait: bool = False) -> None:
         with self._metrics.untimed():
             self._flush_log()  # a start that resumes here finds the lines up to here
-            position = Position(self.iteration, self.consumed_samples, self._schedule_samples)
+            unequal = self.pace.is_uneven or not self.engine.method.equal_steps
+            position = Position(
+                self.iteration,
+                self.consumed_samples,
+                self._schedule_samples,
+                reserves={**self._feed.state, **self.pace.state} if unequal else None,
+                at_sync=self._known_at_sync,
+            )
             self._checkpoints.save(position, self._schedule, wait=wait)
         self._report_sync()
 
@@ -245,27 +315,3 @@ class Trainer:
             self._evaluate("validation", self.data.evaluation_splits)
             if not self.data.evaluation_splits:
                 self._output.say("nothing was evaluated: no validation data, or --eval-iters 0")
-
-
-class _SampleIdFile:
-    """--log-sample-ids: one JSON line per iteration and replica, appended by the first rank of each replica.
-
-    Lines of an earlier start after `iteration`, which the checkpoint does not know of, move to `FILE.dropped`.
-    """
-
-    def __init__(self, path: str | None, mesh: Mesh, iteration: int) -> None:
-        self._replica = mesh.replica
-        self._file: Any = None
-        if path is None:
-            return
-        if mesh.rank == 0:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            drop_lines_after(Path(path), iteration)
-        dist.barrier(mesh.world_control_group)
-        if mesh.is_replica_leader:
-            self._file = open(path, "a", buffering=1)  # noqa: SIM115  line by line: lines of replicas do not mix
-
-    def write(self, iteration: int, sample_ids: list[int]) -> None:
-        if self._file is not None:
-            entry = {"iteration": iteration, "replica": self._replica, "samples": sample_ids}
-            self._file.write(json.dumps(entry) + "\n")

@@ -166,12 +166,24 @@ class _JsonLines:
 
 
 def drop_lines_after(file: Path, iteration: int) -> int:
-    """Moves lines later than `iteration`, and a line cut short by a kill, out of `file`; returns how many."""
+    """Moves lines later than `iteration` out of `file`, as `drop_lines` does."""
+    return drop_lines(file, lambda entry: float(entry["iteration"]) > iteration)
+
+
+def drop_lines(file: Path, drops: Callable[[dict[str, Any]], bool]) -> int:
+    """Moves lines that `drops`, and a line cut short by a kill, to `FILE.dropped`; returns how many."""
     if not file.is_file():  # there is none, or it is a device
         return 0
+
+    def is_dropped(line: str) -> bool:
+        try:
+            return drops(json.loads(line))
+        except (ValueError, KeyError, TypeError):  # not one of ours
+            return True
+
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = [line for line in lines if _iteration_of(line) <= iteration]
-    dropped = [line for line in lines if _iteration_of(line) > iteration]
+    dropped = [line for line in lines if is_dropped(line)]
+    kept = [line for line in lines if not is_dropped(line)] if dropped else lines
     if dropped:
         with file.with_name(file.name + ".dropped").open("a", encoding="utf-8") as stream:
             stream.writelines(line + "\n" for line in dropped)
@@ -179,14 +191,6 @@ def drop_lines_after(file: Path, iteration: int) -> int:
         rest.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(rest, file)
     return len(dropped)
-
-
-def _iteration_of(line: str) -> float:
-    """Iteration of a line; infinite when it is not one of ours."""
-    try:
-        return float(json.loads(line)["iteration"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
 
 
 class _TensorBoard:

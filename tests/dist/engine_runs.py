@@ -139,7 +139,7 @@ def train(replica: Replica, run: Run) -> RankRecord:
         steps = sum(counts[replica.mesh.replica] for counts in run.steps_of_intervals)
     for iteration in range(1, steps + 1):
         microbatches = rank_microbatches(config, mesh, run.data(config, iteration))
-        outcome = step.run(microbatches, learning_rate(config, iteration))
+        outcome = step.run(microbatches, learning_rate(config, iteration), engine.trigger.wants_sync)
         record.losses.append((float(outcome.loss_sum), float(outcome.tokens)))
         record.grad_norms.append(outcome.grad_norm)
         record.updated.append(outcome.updated)

@@ -42,8 +42,8 @@ def at_iteration(iteration: int, culprit: int, act: Callable[[Any], None]) -> Ca
 
 
 def bad_sample(trainer: Any) -> None:
-    trainer._loader._ahead.clear()
-    trainer._loader.datasets[0].num_samples = 0  # every index is then out of range
+    trainer._feed._loader._ahead.clear()
+    trainer._feed._loader.datasets[0].num_samples = 0  # every index is then out of range
 
 
 def unreadable(trainer: Any) -> None:

@@ -344,6 +344,13 @@ def test_notes_that_a_user_should_see() -> None:
     assert plain == ""
 
 
+def test_note_on_waiting_longer_than_the_time_out() -> None:
+    a_edit = "--mock-data --edit-method a-edit --train-samples 800 --global-batch-size 8 --edit-num-replicas 2"
+    (note,) = notes(resolved(a_edit))
+    assert "--distributed-timeout-seconds 600 is not above --edit-sync-time 600" in note and "1200 would" in note
+    assert notes(resolved(f"{a_edit} --edit-sync-time 599")) == []
+
+
 def test_interval_zero_is_the_baseline() -> None:
     config = resolved(f"{FINE} --edit-sync-interval 0")
     assert config.edit.edit_method == "baseline"

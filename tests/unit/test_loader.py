@@ -11,7 +11,8 @@ import torch
 
 from megatron_edit.data.datasets import MockDataset, Sample, SplitDatasets
 from megatron_edit.data.errors import DataError, LoaderError
-from megatron_edit.data.loader import Microbatch, MicrobatchLoader, RankPlace, evaluation_batches
+from megatron_edit.data.loader import Microbatch, MicrobatchLoader, RankPlace, ReserveLoader, evaluation_batches
+from megatron_edit.data.reserves import Reserve
 
 SEQ = 4
 
@@ -221,3 +222,66 @@ def test_evaluation_of_a_blend_repeats_nothing() -> None:
         for _ in range(2)
     }  # fmt: skip
     assert sorted(counts) == list(range(34)) and any(i >= 30 for i in counts[:10])
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_reserves_are_read_in_order_and_cut_like_global_batches(workers: int) -> None:
+    """Two shard ranks of one replica share its batches; holes in the reserve change nothing."""
+    split = SplitDatasets((NumberedDataset(60),))
+    order = split.training_order(7)
+    loaders = [
+        ReserveLoader(split.datasets, order, place=place, num_workers=workers) for place in all_places(1, 2, 2)
+    ]
+    assert [loader.batches_left for loader in loaders] == [0, 0]
+    for reserve, taken in ((Reserve((range(3, 9), range(20, 38)), 8), 2), (Reserve((range(36, 44),), 8), 1)):
+        for loader in loaders:
+            loader.refill(reserve)
+        for index in range(taken):
+            assert [loader.batches_left for loader in loaders] == [reserve.num_batches - index] * 2
+            batches = [loader.next_batch() for loader in loaders]
+            woven = [i for m in range(2) for microbatches, _ in batches for i in ids_of([microbatches[m]])]
+            assert woven == batches[0][1] == order.sample_ids(reserve.batch(index)).tolist()
+    assert loaders[0].batches_left == 0
+    with pytest.raises(AssertionError, match="reserve is empty"):
+        loaders[0].next_batch()
+    for loader in loaders:
+        loader.close()
+    assert not any(thread.name.startswith("data-loader") for thread in threading.enumerate())
+
+
+def test_reserve_is_read_ahead_and_forgotten_at_the_sync() -> None:
+    read: Counter[int] = Counter()
+
+    class Watched(NumberedDataset):
+        def __getitem__(self, index: int) -> Sample:
+            read[index] += 1
+            return super().__getitem__(index)
+
+    split = SplitDatasets((Watched(50),))
+    loader = ReserveLoader(split.datasets, split.training_order(7), place=RankPlace(1, 0, 1, 0, 2), num_workers=1)
+    loader.refill(Reserve((range(20),), 4))
+    deadline = time.monotonic() + 10
+    while sum(read.values()) < 8 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sum(read.values()) == 8, "two batches are read before the first is asked for"
+    loader.refill(Reserve((range(8, 12),), 4))
+    microbatches, ids = loader.next_batch()
+    assert ids_of(microbatches) == ids == loader.order.sample_ids(np.arange(8, 12)).tolist()
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_errors_in_a_reserve_arrive_with_their_cause(workers: int) -> None:
+    dataset = FailingDataset(40, bad=-1)
+    split = SplitDatasets((dataset,))
+    loader = ReserveLoader(split.datasets, split.training_order(7), place=RankPlace(2, 1, 1, 0, 2), num_workers=workers)
+    dataset.bad = int(loader.order.sample_ids(np.array([9]))[0])
+    loader.refill(Reserve((range(20),), 4))
+    for _ in range(2):
+        loader.next_batch()
+    for _ in range(2):
+        with pytest.raises(LoaderError, match=r"replica 1, shard rank 0: .* 2 of 5 of its reserve: OSError") as caught:
+            loader.next_batch()
+        assert isinstance(caught.value.__cause__, OSError)
+    assert loader.batches_left == 3
+    loader.close()

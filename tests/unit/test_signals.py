@@ -13,7 +13,6 @@ from megatron_edit.train.signals import (
     StopAgreementError,
     StopCoordinator,
     StopReason,
-    exit_interval_reached,
 )
 
 
@@ -65,9 +64,15 @@ def run_to_stop(stopper: StopCoordinator, iteration: int, last: int = 10_000) ->
     return None
 
 
-def test_exit_interval() -> None:
-    assert [k for k in range(10) if exit_interval_reached(k, 4)] == [4, 8]
-    assert not any(exit_interval_reached(k, None) for k in range(10))
+def test_requested_is_seen_on_every_rank_before_any_stops() -> None:
+    """A rank that reads it in every step hears of a request between two boundaries; the next one is agreed on."""
+    store = HashStore()
+    with coordinator(store, 0, 2) as asked, coordinator(store, 1, 2) as other:
+        assert not asked.requested and not other.requested
+        asked.request_stop("asked")
+        wait_until(lambda: asked.requested and other.requested)
+        reasons = [run_to_stop(stopper, 0) for stopper in (asked, other)]
+        assert reasons[0] == reasons[1] is not None
 
 
 def test_request_before_the_first_step_costs_no_step() -> None:
