@@ -254,10 +254,14 @@ class SyncEngine:
 
     @property
     def replicas_agree(self) -> bool:
-        """Whether all replicas hold the same parameters and nothing is under way; the same on every rank."""
+        """Whether all replicas hold the same parameters once a due sync is completed, and nothing else is under way.
+
+        The same on every rank.
+        """
         if self.trigger.in_warmup:
             return True
-        return self.num_fragments == 1 and self.trigger.steps_since_sync == 0 and not self.events
+        under_way = any(not event.in_forward for event in self.events)
+        return self.num_fragments == 1 and self.trigger.steps_since_sync == 0 and not under_way
 
     def ensure_anchor(self) -> None:
         """Anchor and outer momentum exist afterwards, for a checkpoint to be read into them."""
