@@ -183,6 +183,30 @@ FLAGS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[object, ...]]] = {
     "routing of experts": ({}, ("--moe-router-topk", "2"), ("--moe-router-topk", "mixture of experts")),
     "batch that grows": ({}, ("--rampup-batch-size", "2", "2", "80"), ("--rampup-batch-size",)),
     "unequal stages": ({}, ("--decoder-last-pipeline-num-layers", "1"), ("--decoder-last-pipeline-num-layers",)),
+    # the synchronisation method; all of its contradictions are in tests/unit/test_config_checks.py
+    "a-edit by iterations": (
+        {"edit_method": "a-edit", "edit_sync_interval": None},
+        (),
+        ("--train-iters", 12, "a-edit", "--train-samples", 96),
+    ),
+    "two triggers": (
+        {"edit_method": "a-edit", "train_iters": None, "train_samples": 96},
+        (),
+        ("--edit-sync-interval", 4, "--edit-sync-time", 600),
+    ),
+    "a clock for steps": ({"edit_sync_time": 5}, (), ("--edit-sync-time", "a-edit")),
+    "delay longer than the interval": (
+        {"edit_method": "streaming", "edit_sync_delay": 5},
+        (),
+        ("--edit-sync-delay", 5, "--edit-sync-interval", 4),
+    ),
+    "unknown dtype": ({"edit_comm_dtype": "int2"}, (), ("--edit-comm-dtype", "int2", "int8")),
+    "unknown method": ({"edit_method": "edti"}, (), ("--edit-method", "edti", "a-edit")),
+    "offload without room": (
+        {"edit_cpu_offload": True, "num_layers": 200, "hidden_size": 16384, "ffn_hidden_size": 65536},
+        (),
+        ("--edit-cpu-offload", "GB"),
+    ),
     "no data": ({"mock_data": None, "tokenizer_type": "ByteTokenizer"}, (), ("--data-path", "--mock-data")),
     "no tokenizer": ({"mock_data": None, "data_path": ["a"]}, (), ("--tokenizer-type", "ByteTokenizer")),
 }
