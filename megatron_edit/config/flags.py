@@ -185,8 +185,8 @@ def _take_translated(flag: str, values: list[str], result: _Flags) -> None:
     try:
         translated = translate(values[0] if values else "")
     except ValueError as error:
-        fault = f"{values[0]} {error}" if flag in FILES_OF_CORPORA else f"must be a number, not {values[0]!r}"
-        result.problems.append(f"{flag} {fault}")
+        why = f"{values[0]} {error}" if flag in FILES_OF_CORPORA else f"must be a number, not {values[0]!r}"
+        result.problems.append(f"{flag} {why}")
         result.doubtful.update(FILES_OF_CORPORA.get(flag, ()))
         return
     for name, value in translated.items():

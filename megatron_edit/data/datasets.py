@@ -74,7 +74,7 @@ def number_documents(tokens: torch.Tensor, eod_id: int) -> torch.Tensor:
 
 
 def positions_in_documents(document_ids: torch.Tensor) -> torch.Tensor:
-    """Numbers of documents [S], ascending -> position [S] int64 of each token in what the sample has of its document."""
+    """Numbers of documents [S], ascending -> position [S] int64 of each token in its document's part here."""
     positions = torch.arange(len(document_ids))
     starts = torch.searchsorted(document_ids, document_ids)  # first token of the same document
     return positions - starts

@@ -56,7 +56,8 @@ def test_unusable_files_are_named(tmp_path: Path, flag: str, content: bytes | No
 def test_a_flag_and_a_file_for_the_same_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "blend"
     path.write_text("A")
-    for argv in (["--data-path", "B", "--data-args-path", str(path)], ["--data-args-path", str(path), "--data-path", "B"]):
+    file = ["--data-args-path", str(path)]
+    for argv in (["--data-path", "B", *file], [*file, "--data-path", "B"]):
         assert problems_of(*argv) == ["--data-args-path and --data-path are both given: give one"]
     splits = tmp_path / "splits"
     splits.write_text('{"train": ["A"]}')

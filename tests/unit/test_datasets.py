@@ -240,7 +240,8 @@ def test_end_marks_keep_their_loss(tmp_path: Path, tokenizer: Tokenizer) -> None
     eod = 257
     prefix = write_corpus(tmp_path / "c", [[1, 2, eod], [eod], [3, 0, 258, 4, eod], [5]], tokenizer)
     for flag, mask in [(False, [1] * 9), (True, [1, 1, 0, 0, 1, 1, 1, 1, 0])]:
-        split = build_split(source(prefix), seq_length=9, tokenizer=tokenizer, document_ends=DocumentEnds(eod_mask_loss=flag))
+        ends = DocumentEnds(eod_mask_loss=flag)
+        split = build_split(source(prefix), seq_length=9, tokenizer=tokenizer, document_ends=ends)
         sample = split.datasets[0][0]
         assert sample["tokens"].tolist() == [1, 2, eod, eod, 3, 0, 258, 4, eod]
         assert sample["labels"].tolist() == [2, eod, eod, 3, 0, 258, 4, eod, 5]
