@@ -283,6 +283,7 @@ def token_batches(
 
     Tokenized here (one worker) or by `workers` processes that hold at most four tasks each.
     """
+
     def tasks() -> Iterator[tuple[RawBatch | Piece | list[TokenBatch], RawBatch, bool]]:
         for batch in batches:
             if not batch.is_long:

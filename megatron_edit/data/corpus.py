@@ -274,9 +274,7 @@ def run_job(
         problems = _Problems(job, log)
         saved = time.monotonic()
         batches = raw_batches(pieces, job.keys, job.text_unit, start)
-        for results, batch, complete in token_batches(
-            batches, job.keys, job.spec, tokenizer, job.append_eod, workers
-        ):
+        for results, batch, complete in token_batches(batches, job.keys, job.spec, tokenizer, job.append_eod, workers):
             for report, writer, result in zip(reports, writers, results, strict=bool(results)):
                 problems.take(batch.portion, result.problems)
                 writer.add_documents(result.tokens, result.lengths, goes_on=result.goes_on)

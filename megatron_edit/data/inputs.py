@@ -44,7 +44,7 @@ class InputFile:
 
     @property
     def packed(self) -> str:
-        """".gz", ".zst" or ""."""
+        """ ".gz", ".zst" or ""."""
         return next((suffix for suffix in PACKED if self.path.endswith(suffix)), "")
 
 
@@ -162,12 +162,10 @@ def portions(files: Sequence[InputFile], text_unit: TextUnit, part: int = 0, par
     for file in files:
         start, stop = max(begin - offset, 0), min(end - offset, file.size)
         cuttable = not file.packed and (file.kind != "text" or text_unit == "line")
-        if parts == 1:
-            found.append(Portion(file, 0, sys.maxsize))
-        elif cuttable and start < stop:
+        if cuttable and parts > 1 and start < stop:
             found.append(Portion(file, start, stop))
-        elif not cuttable and begin <= offset < end:
-            found.append(Portion(file, 0, file.size))
+        elif parts == 1 or (not cuttable and begin <= offset < end):
+            found.append(Portion(file, 0, sys.maxsize))
         offset += file.size
     return found
 
