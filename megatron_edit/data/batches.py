@@ -129,7 +129,7 @@ def decoded(batch: RawBatch, keys: Sequence[str], key_index: int) -> Iterator[Do
             yield Document(line, None, problem=f"no UTF-8 (byte {error.start + 1} of the document: {error.reason})")
             continue
         if batch.portion.file.kind == "jsonl":
-            if not text.strip():
+            if is_blank(text):
                 yield Document(raw.line, None)
                 continue
             value = _json_text(text, keys[key_index])
@@ -139,6 +139,11 @@ def decoded(batch: RawBatch, keys: Sequence[str], key_index: int) -> Iterator[Do
             text = value
         text, replaced = replace_surrogates(text)
         yield Document(raw.line, text, replaced)
+
+
+def is_blank(text: str) -> bool:
+    """Whether there is nothing but white space; makes no copy of a long text."""
+    return not text or text.isspace()
 
 
 def _json_text(line: str, key: str) -> str | DataError:
@@ -164,7 +169,7 @@ def tokenize_batch(batch: RawBatch, keys: Sequence[str], tokenizer: Tokenizer, a
         for document in decoded(batch, keys, index):
             if document.problem:
                 result.problems.append((document.line, document.problem))
-            elif document.text is not None and document.text.strip():
+            elif document.text is not None and not is_blank(document.text):
                 documents.append(document)
             elif document.text is not None:
                 result.skipped += 1
@@ -207,7 +212,7 @@ def long_document(batch: RawBatch, keys: Sequence[str]) -> Iterator[Piece | list
     for index in range(len(keys)):
         (document,) = decoded(batch, keys, index)
         text = document.text
-        if text is None or not text.strip():
+        if text is None or is_blank(text):
             nothing = [TokenBatch(np.empty(0, np.uint16), []) for _ in keys]
             if document.problem:
                 nothing[index].problems.append((document.line, document.problem))

@@ -96,15 +96,28 @@ class FileOrderGPTDataset(GPTDataset):
         return self.indices, sample_index, range(len(sample_index) - 1)
 
     def __getitem__(self, index: int) -> Sample:
+        """What GPTDataset gives, read as one piece: the documents of a split lie side by side in the file (the checks
+        of `IndexedFiles` include it), and megatron-core collects a sample document by document."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        sample: Sample = super().__getitem__(index)
-        largest = max(int(sample["tokens"].max()), int(sample["labels"].max()))
-        if largest >= self.config.tokenizer.vocab_size:
+        length, stored = self.config.sequence_length, self.dataset.index
+        first_byte = int(stored.sequence_pointers[self.indices[0]])
+        offset = first_byte + index * length * stored.dtype_size
+        ids = self.dataset.bin_reader.read(stored.dtype, length + 1, offset)  # [S + 1]
+        text = torch.from_numpy(ids.astype(np.int64))
+        if int(text.max()) >= self.config.tokenizer.vocab_size:
             raise DataError(
-                f"{self.dataset_path}.bin has token id {largest} in sample {index}, the vocabulary ends at "
+                f"{self.dataset_path}.bin has token id {int(text.max())} in sample {index}, the vocabulary ends at "
                 f"{self.config.tokenizer.vocab_size - 1}"
             )
+        sample = {
+            "tokens": text[:-1],
+            "labels": text[1:],
+            "loss_mask": torch.ones(length, dtype=torch.float32),
+            "position_ids": torch.arange(length),
+        }
+        if self.document_ends.eod_mask_loss:
+            sample["loss_mask"][sample["tokens"] == self.config.tokenizer.eod] = 0.0
         if self.document_ends.reset_attention_mask or self.document_ends.reset_position_ids:
             document_ids = number_documents(sample["tokens"], self.config.tokenizer.eod)
             if self.document_ends.reset_attention_mask:

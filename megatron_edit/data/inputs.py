@@ -207,7 +207,8 @@ class Reader:
 
     def _documents(self, stream: IO[bytes], start: int) -> Iterator[RawDocument]:
         if self.portion.file.kind == "text" and self.text_unit == "file":
-            yield RawDocument(1, stream.read().removeprefix(b"\xef\xbb\xbf"))
+            mark = stream.read(3)
+            yield RawDocument(1, stream.read() if mark == b"\xef\xbb\xbf" else b"".join((mark, stream.read())))
             return
         if start:  # the line in which the portion begins is its own only if it begins there
             stream.seek(start - 1)

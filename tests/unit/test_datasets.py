@@ -14,7 +14,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
-from megatron.core.datasets.gpt_dataset import _build_document_index
+from megatron.core.datasets.gpt_dataset import GPTDataset, _build_document_index
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron_edit.data.blend import Blend, SplitSource, parse_blend, parse_split, resolve_sources
@@ -186,6 +186,8 @@ def test_samples_are_the_documents_laid_end_to_end(
     for i in range(len(dataset)):
         sample = dataset[i]
         expected = flat[i * seq_length : (i + 1) * seq_length + 1]
+        cores = GPTDataset.__getitem__(dataset, i)
+        assert sample.keys() == cores.keys() and all(torch.equal(sample[key], cores[key]) for key in cores)
         assert sample["tokens"].tolist() == expected[:-1]
         assert sample["labels"].tolist() == expected[1:]
         assert sample["position_ids"].tolist() == list(range(seq_length))
@@ -242,7 +244,8 @@ def test_end_marks_keep_their_loss(tmp_path: Path, tokenizer: Tokenizer) -> None
     for flag, mask in [(False, [1] * 9), (True, [1, 1, 0, 0, 1, 1, 1, 1, 0])]:
         ends = DocumentEnds(eod_mask_loss=flag)
         split = build_split(source(prefix), seq_length=9, tokenizer=tokenizer, document_ends=ends)
-        sample = split.datasets[0][0]
+        sample, cores = split.datasets[0][0], GPTDataset.__getitem__(split.datasets[0], 0)
+        assert all(torch.equal(sample[key], cores[key]) for key in cores)
         assert sample["tokens"].tolist() == [1, 2, eod, eod, 3, 0, 258, 4, eod]
         assert sample["labels"].tolist() == [2, eod, eod, 3, 0, 258, 4, eod, 5]
         assert sample["loss_mask"].tolist() == mask
