@@ -138,17 +138,17 @@ def test_unigram_models_round_trip_and_read_packed_files(texts_file: Path, tmp_p
     packed = tmp_path / "texts.jsonl.gz"
     packed.write_bytes(gzip.compress(texts_file.read_bytes()))
     models = [
-        train_sentencepiece([str(path)], str(tmp_path / path.name), 310, model_type="unigram")
+        train_sentencepiece([str(path)], str(tmp_path / path.name), 300, model_type="unigram")
         for path in (texts_file, packed)
     ]
     assert models[0].read_bytes() == models[1].read_bytes()
     tokenizer = SentencePieceTokenizer(models[0])
-    assert (tokenizer.bos_id, tokenizer.eod_id, tokenizer.pad_id, tokenizer.vocab_size) == (1, 2, 3, 310)
+    assert (tokenizer.bos_id, tokenizer.eod_id, tokenizer.pad_id, tokenizer.vocab_size) == (1, 2, 3, 300)
     for text in HARD_TEXTS:
         ids = tokenizer.tokenize(text)
         assert tokenizer.detokenize(ids) == text and special_ids(tokenizer).isdisjoint(ids)
-    fewer = train_sentencepiece([str(texts_file)], str(tmp_path / "few"), 302, model_type="unigram", max_sentences=100)
-    assert SentencePieceTokenizer(fewer).vocab_size == 302
+    fewer = train_sentencepiece([str(texts_file)], str(tmp_path / "few"), 299, model_type="unigram", max_sentences=100)
+    assert SentencePieceTokenizer(fewer).vocab_size == 299
 
 
 def test_trained_model_has_the_documented_ids(own_model: Path, default_model: Path) -> None:
