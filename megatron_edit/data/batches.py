@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from threading import Thread
 from typing import NamedTuple
 
 import numpy as np
@@ -254,7 +256,20 @@ class _Worker:
 _WORKER = _Worker()
 
 
+def end_with_parent() -> None:
+    """Ends this process when the one that started it is gone: a pool's processes would wait for ever for work."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch(sentinel: int = parent.sentinel) -> None:
+        wait([sentinel])
+        os._exit(1)
+
+    Thread(target=watch, name="parent", daemon=True).start()
+
+
 def _start_worker(spec: TokenizerSpec) -> None:
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that reads decides
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Hugging Face: a process is one worker, not a pool of threads
     _WORKER.tokenizer = spec.build()

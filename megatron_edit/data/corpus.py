@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from typing import Any, Literal
 
-from megatron_edit.data.batches import TokenBatch, TokenizerSpec, raw_batches, token_batches
+from megatron_edit.data.batches import TokenBatch, TokenizerSpec, end_with_parent, raw_batches, token_batches
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.indexed import IndexedWriter, token_dtype
 from megatron_edit.data.inputs import InputFile, Kind, Portion, TextUnit, find_inputs, lines_before, portions
@@ -214,6 +214,7 @@ _PART = _Part()
 
 
 def _start_part(stop: Any) -> None:
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides
     _PART.stop = stop
 
