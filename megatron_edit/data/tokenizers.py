@@ -206,7 +206,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         texts = [replace_surrogates(text)[0] for text in texts]
-        found = self._backend.encode_batch_fast(texts, add_special_tokens=False)  # without offsets
+        # "fast": without offsets; not in every release that is allowed
+        encode = getattr(self._backend, "encode_batch_fast", self._backend.encode_batch)
+        found = encode(texts, add_special_tokens=False)
         lists = [encoding.ids for encoding in found]
         return [
             ids if self._marks.keys().isdisjoint(ids) else self.tokenize(text)

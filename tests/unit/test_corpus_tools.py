@@ -1,5 +1,6 @@
 """The data tools: what is written, what is refused, and that workers change nothing. B25, B26 (keys), B30 to B32."""
 
+import gzip
 import json
 import math
 import os
@@ -264,6 +265,8 @@ def test_ids_beyond_16_bits(tmp_path: Path) -> None:
         (["--input", "{tmp}/good.jsonl", "--partition", "1"], "--partition 1 of --partitions 1"),
         (["--input", "-", "--partitions", "2", "--workers", "2"], "standard input cannot be cut"),
         (["--input", "{tmp}/*.nothing"], "no file has such a name"),
+        (["--input", "{tmp}/cut.jsonl.gz"], "{tmp}/cut.jsonl.gz is damaged or cut, after line "),
+        (["--input", "{tmp}/bytes.jsonl"], "{tmp}/bytes.jsonl, line 2: no UTF-8"),
         (["--input", "{tmp}/good.jsonl", "--json-keys", "body"], "line 1: no text under the key 'body'"),
         (["--input", "{tmp}/good.jsonl", "--json-keys", "text", "text"], "give each key once"),
         (["--input", "{tmp}/plain.txt", "--json-keys", "body"], "{tmp}/plain.txt is plain text"),
@@ -275,6 +278,8 @@ def test_bad_input_ends_with_exit_code_2_and_one_message(tmp_path: Path, argumen
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jsonl").write_text('{"text": " "}\n\n')
     (tmp_path / "plain.txt").write_text("plain")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 9)[:-12])
+    (tmp_path / "bytes.jsonl").write_bytes(b'{"text": "x"}\n{"text": "\xff"}\n')
     write_lines(tmp_path / "good.jsonl", ["good"])
     before = sorted(os.listdir(tmp_path))
     filled = [argument.format(tmp=tmp_path) for argument in arguments]
