@@ -188,7 +188,8 @@ def evaluation_batches(
     ranks is that of the samples. `microbatch_multiple` divides the number of microbatches of every batch, as the
     interleaved pipeline schedule wants of its number of stages. Use with SplitDatasets.evaluation_order().
     """
-    total = min(eval_iters * global_batch_size, order.unique_prefix())
+    wanted = eval_iters * global_batch_size
+    total = min(wanted, order.unique_prefix(wanted))
     step = place.num_replicas * place.shard_size * place.micro_batch_size * microbatch_multiple
     for start in range(0, total, global_batch_size):
         size = min(global_batch_size, total - start)

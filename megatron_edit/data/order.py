@@ -32,11 +32,10 @@ class SampleOrder:
     """order[k] -> (dataset, sample) for every k >= 0.
 
     Without weights the datasets count as one corpus: an epoch is a permutation of all samples, each exactly
-    once. With weights, position k belongs to a dataset by a fixed periodic pattern whose prefixes keep every
-    weight within less than one sample: |draws of dataset i among the first k - weight_i * k| < 1. (Weights
-    without a short common period: < 2, see long_blend.py.) Each dataset then has epochs of its own, and starts the
-    next one when it is used up. The order of an epoch is drawn from (seed, dataset, epoch), so orders differ from
-    epoch to epoch.
+    once. With weights, position k belongs to a dataset by a fixed pattern (long_blend.py) whose prefixes keep every
+    weight within less than one sample: |draws of dataset i among the first k - weight_i * k| < 1. Each dataset then
+    has epochs of its own, and starts the next one when it is used up. The order of an epoch is drawn from
+    (seed, dataset, epoch), so orders differ from epoch to epoch.
 
     Args:
         sizes: samples of one epoch of each dataset.
@@ -70,7 +69,7 @@ class SampleOrder:
                 raise DataError(f"dataset {self.sizes.index(0)} of the blend has a weight but no sample")
             short = sum(shares) <= LONGEST_PERIOD
             self._blend: PeriodicBlend | LongBlend = PeriodicBlend(shares) if short else LongBlend(shares)
-            self.weights = tuple(Fraction(share, sum(shares)) for share in shares)
+            self.weights = tuple(Fraction(share, sum(shares)) for share in shares)  # as asked for
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         datasets, samples = self.lookup(np.array([position], dtype=np.int64))
@@ -95,11 +94,12 @@ class SampleOrder:
         datasets, samples = self.lookup(positions)
         return self.offsets[datasets] + samples
 
-    def unique_prefix(self) -> int:
-        """How many positions from 0 on come before any sample is drawn a second time."""
+    def unique_prefix(self, limit: int | None = None) -> int:
+        """How many positions from 0 on come before any sample is drawn a second time; with `limit` at least that many
+        when it is that or more."""
         if self.weights is None:
             return int(self.offsets[-1])
-        return self._blend.first_position(self.sizes)
+        return self._blend.first_position(self.sizes, limit)
 
     def _draw(self, dataset: int, size: int, draws: np.ndarray) -> np.ndarray:
         """Sample of each of the `draws` [n] from one dataset that is gone through epoch after epoch."""
