@@ -5,10 +5,13 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 TENSORBOARD = "tensorboard>=2.16"
+DATA = ["pyarrow>=15", "zstandard>=0.22"]
 
 EXTRAS = {
     # Hugging Face tokenizers and conversion of weights
     "hf": ["transformers>=4.45", "tokenizers>=0.20", "safetensors>=0.4"],
+    # preprocessing of .parquet and .zst files
+    "data": DATA,
     # benchmark tasks on exported weights
     "eval": ["lm-eval>=0.4.9"],
     # --tensorboard-dir
@@ -20,7 +23,7 @@ EXTRAS = {
     # --transformer-impl transformer_engine (CUDA and a compiler). Not the bare package: without its part
     # for torch, megatron-core cannot be imported.
     "te": ["transformer-engine[pytorch]>=2.4"],
-    "test": ["pytest>=8", "hypothesis>=6.100", TENSORBOARD],
+    "test": ["pytest>=8", "hypothesis>=6.100", TENSORBOARD, *DATA],
     "dev": ["ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", "pre-commit>=3.7", "types-PyYAML"],
 }
 

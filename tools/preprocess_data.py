@@ -4,6 +4,7 @@
 python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
     --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod
 writes data/corpus_text_document.bin, .idx and .manifest.json, for --data-path data/corpus_text_document.
+A command that was killed goes on when it is given again. docs/corpora.md tells all.
 """
 
 import argparse
@@ -14,16 +15,21 @@ from megatron_edit.data.tool import run_tool
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Text or JSON lines to .bin/.idx for --data-path.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Text to .bin/.idx for --data-path.", allow_abbrev=False)
     parser.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE",
-        help=".jsonl or .json: one JSON object a line; any other name: plain text",
+        "--input", nargs="+", required=True, metavar="PATH",
+        help="files, folders, patterns in quotes, or - for standard input; .jsonl, .json, .ndjson: one JSON object a "
+        "line; .parquet; any other name: plain text; each of them but .parquet also with .gz or .zst",
+    )  # fmt: skip
+    parser.add_argument(
+        "--input-format", choices=("auto", "jsonl", "text", "parquet"), default="auto",
+        help="what the inputs hold, whatever their names (default auto; standard input: jsonl)",
     )  # fmt: skip
     parser.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="files are named PREFIX_KEY_document.*"
     )
     parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the texts; files for each"
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys or columns of the texts; files for each"
     )
     parser.add_argument("--tokenizer-type", required=True, choices=(*TOKENIZER_TYPES, *ALIASES))
     parser.add_argument("--tokenizer-model", metavar="PATH", help="file or folder of the tokenizer")
@@ -33,7 +39,19 @@ def parse_args() -> argparse.Namespace:
         "--text-unit", choices=("file", "paragraph", "line"), default="file",
         help="what is a document in plain text: the file (default), paragraphs between blank lines, or lines",
     )  # fmt: skip
+    parser.add_argument(
+        "--on-error", choices=("fail", "skip"), default="fail",
+        help="a document that is no UTF-8, no JSON or has no text: stop (default), or leave it out and count it",
+    )  # fmt: skip
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default 1)")
+    parser.add_argument(
+        "--partitions", type=int, default=1, metavar="N",
+        help="parts of the input, read and written at the same time by workers / N processes each, then merged",
+    )  # fmt: skip
+    parser.add_argument(
+        "--partition", type=int, metavar="I",
+        help="do only part I (0 to N - 1), on this machine; tools/merge_corpora.py joins the parts",
+    )  # fmt: skip
     parser.add_argument("--log-interval", type=int, default=10000, help="documents between progress lines")
     return parser.parse_args()
 
@@ -48,6 +66,10 @@ def main() -> None:
         append_eod=args.append_eod,
         workers=args.workers,
         text_unit=args.text_unit,
+        input_kind=None if args.input_format == "auto" else args.input_format,
+        on_error=args.on_error,
+        partitions=args.partitions,
+        partition=args.partition,
         log_interval=args.log_interval,
     )
     for report in reports:

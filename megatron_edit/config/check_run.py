@@ -161,6 +161,23 @@ def check_data(config: Config) -> Iterator[str]:
     except ValueError as error:
         yield f"--split {data.split} {error}"
     yield from _check_tokenizer(config)
+    yield from _check_document_ends(config)
+
+
+def _check_document_ends(config: Config) -> Iterator[str]:
+    """What only the attention and the samples built here can do."""
+    for name in ("reset_position_ids", "reset_attention_mask"):
+        if not value_of(config, name):
+            continue
+        if config.parallel.context_parallel_size > 1:
+            yield (
+                f"{flag_of(name)} does not work with --context-parallel-size {config.parallel.context_parallel_size}: "
+                "leave it out, or give --context-parallel-size 1"
+            )
+        elif config.model.transformer_impl == "transformer_engine":
+            yield f"{flag_of(name)} does not work with --transformer-impl transformer_engine: give local"
+        if config.data.mock_data:
+            yield f"{flag_of(name)} has nothing to act on: --mock-data has no documents"
 
 
 def _check_tokenizer(config: Config) -> Iterator[str]:

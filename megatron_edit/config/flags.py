@@ -88,7 +88,9 @@ ALL_FLAGS: tuple[str, ...] = (
 
 def _parse(argv: Sequence[str]) -> _Flags:
     result = _Flags()
-    for flag, values in _split_into_flags(argv, result.problems):
+    groups = _split_into_flags(argv, result.problems)
+    result.problems += _corpora_twice({flag for flag, _ in groups})
+    for flag, values in groups:
         flag = "--help" if flag == "-h" else flag
         if flag in _SWITCH_ON or flag in _SWITCH_OFF:
             _take_switch(flag, values, result)
@@ -158,6 +160,23 @@ def _convert(setting: Setting, text: str) -> tuple[Any, str]:
     return value, value_problem(setting, value) or ""
 
 
+# files of corpora -> settings that they stand for
+FILES_OF_CORPORA = {
+    "--data-args-path": ("data_path",),
+    "--per-split-data-args-path": ("train_data_path", "valid_data_path", "test_data_path"),
+}
+
+
+def _corpora_twice(given: set[str]) -> list[str]:
+    """A corpus is named by a flag or by a file, not by both."""
+    return [
+        f"{file} and {SETTINGS[name].flag} are both given: give one"
+        for file, names in FILES_OF_CORPORA.items()
+        for name in names
+        if file in given and SETTINGS[name].flag in given
+    ]
+
+
 def _take_translated(flag: str, values: list[str], result: _Flags) -> None:
     arguments, translate = TRANSLATED[flag]
     if len(values) != arguments:
@@ -165,8 +184,10 @@ def _take_translated(flag: str, values: list[str], result: _Flags) -> None:
         return
     try:
         translated = translate(values[0] if values else "")
-    except ValueError:
-        result.problems.append(f"{flag} must be a number, not {values[0]!r}")
+    except ValueError as error:
+        why = f"{values[0]} {error}" if flag in FILES_OF_CORPORA else f"must be a number, not {values[0]!r}"
+        result.problems.append(f"{flag} {why}")
+        result.doubtful.update(FILES_OF_CORPORA.get(flag, ()))
         return
     for name, value in translated.items():
         fault = value_problem(SETTINGS[name], value)

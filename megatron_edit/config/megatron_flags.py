@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_edit.config.data_args import read_data_args, read_per_split_data_args
+
 
 @dataclass(frozen=True)
 class MegatronFlag:
@@ -149,10 +151,6 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     "--decoupled-min-lr": _refused("all parameters have one learning rate"),
     "--start-weight-decay": _refused("the weight decay is constant: use --weight-decay"),
     "--end-weight-decay": _refused("the weight decay is constant: use --weight-decay"),
-    "--reset-position-ids": _refused("positions run through a sample, over ends of documents"),
-    "--reset-attention-mask": _refused("attention runs through a sample, over ends of documents"),
-    "--per-split-data-args-path": _refused("give --train-data-path, --valid-data-path and --test-data-path"),
-    "--data-args-path": _refused("give the corpora with --data-path"),
     "--fim-data": _refused("fill-in-the-middle data is not built here"),
     "--sft": _refused("fine-tuning on dialogues is not built here"),
     "--use-checkpoint-args": _refused("the model is described by the flags given now"),
@@ -188,11 +186,13 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
 MOE_PREFIX = "--moe-"
 
 # Megatron's spelling -> how many arguments, and what they set here
-TRANSLATED: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
+TRANSLATED: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {  # raise ValueError
     "--use-rope-scaling": (0, lambda _: {"rope_scaling_type": "llama3"}),
     "--recompute-activations": (0, lambda _: {"recompute_granularity": "selective"}),
     "--override-opt_param-scheduler": (0, lambda _: {"override_opt_param_scheduler": True}),
     "--use-checkpoint-opt_param-scheduler": (0, lambda _: {"use_checkpoint_opt_param_scheduler": True}),
+    "--data-args-path": (1, read_data_args),
+    "--per-split-data-args-path": (1, read_per_split_data_args),
     "--distributed-timeout-minutes": (1, lambda v: {"distributed_timeout_seconds": int(v) * 60}),
     "--rotary-seq-len-interpolation-factor": (
         1,

@@ -310,6 +310,8 @@ class DataConfig:
     tokenizer_model: str | None = setting(None, "file or folder of the tokenizer", metavar="PATH")
     vocab_size: int | None = setting(None, "vocabulary of NullTokenizer", minimum=2)
     eod_mask_loss: bool = setting(False, "no loss on the token that follows an end of document")
+    reset_position_ids: bool = setting(False, "count positions from 0 again after an end of document")
+    reset_attention_mask: bool = setting(False, "no attention to the documents before in a sample")
     num_workers: int = setting(1, "threads of each rank that read ahead; 0 = none", minimum=0)
     log_sample_ids: str | None = setting(
         None, "write the ids of the samples that each replica consumes to this file", metavar="FILE"

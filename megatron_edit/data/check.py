@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from megatron_edit.data.blend import SplitSource
 from megatron_edit.data.errors import DataError
@@ -14,6 +15,23 @@ WHY_WANTED = {
     "valid": "evaluation (--eval-iters above 0)",
     "test": "the last test",
 }
+
+
+@dataclass(frozen=True)
+class DocumentEnds:
+    """What the end of a document inside a sample changes; each as Megatron-LM's flag of that name."""
+
+    eod_mask_loss: bool = False  # no loss where the input is an end id
+    reset_position_ids: bool = False  # positions count from 0 again: key `reset_position_ids`
+    reset_attention_mask: bool = False  # no attention to earlier documents: key `document_ids`
+
+    @property
+    def flags(self) -> list[str]:
+        """Flags that are on."""
+        return [f"--{name.replace('_', '-')}" for name, on in vars(self).items() if on]
+
+
+NO_ENDS = DocumentEnds()
 
 
 def samples_of(tokens: int, seq_length: int) -> int:
@@ -28,20 +46,20 @@ def check_data_files(
     seq_length: int,
     tokenizer: Tokenizer,
     wanted: Sequence[str] = ("train", "valid"),
-    eod_mask_loss: bool = False,
+    document_ends: DocumentEnds = NO_ENDS,
 ) -> list[str]:
     """Checks files, tokenizer and sizes of the splits in `wanted`; returns lines for the user that say what
     was found (documents, tokens and samples of each split, and what could not be checked).
 
     Raises:
         DataError: all problems at once, one a line: a file missing, empty, cut or of another format; ids of
-            another tokenizer; --eod-mask-loss without an end id; a wanted split without documents, or shorter
+            another tokenizer; a flag of `document_ends` without end ids; a wanted split without documents, or shorter
             than one sample.
     """
     problems: list[str] = []
     notes: list[str] = []
-    if eod_mask_loss and tokenizer.eod_id is None:
-        problems.append(f"--eod-mask-loss needs an end id, and the {tokenizer.name} given has none")
+    if document_ends.flags and tokenizer.eod_id is None:
+        problems.append(f"{document_ends.flags[0]} needs an end id, and the {tokenizer.name} given has none")
     opened: dict[str, IndexedFiles | None] = {}
     for name in wanted:
         source = sources[name]
@@ -51,7 +69,7 @@ def check_data_files(
             continue
         for prefix in source.blend.prefixes:
             if prefix not in opened:
-                opened[prefix] = _open(prefix, tokenizer, problems, notes)
+                opened[prefix] = _open(prefix, tokenizer, document_ends, problems, notes)
         files = [opened[prefix] for prefix in source.blend.prefixes]
         if None not in files:
             _check_size(name, source, [f for f in files if f is not None], seq_length, problems, notes)
@@ -60,18 +78,23 @@ def check_data_files(
     return notes
 
 
-def _open(prefix: str, tokenizer: Tokenizer, problems: list[str], notes: list[str]) -> IndexedFiles | None:
+def _open(
+    prefix: str, tokenizer: Tokenizer, document_ends: DocumentEnds, problems: list[str], notes: list[str]
+) -> IndexedFiles | None:
     try:
         files = IndexedFiles(prefix)
-        notes.extend(_check_tokenizer(files, tokenizer))
+        manifest = Manifest.read(prefix)
+        notes.extend(_check_tokenizer(files, manifest, tokenizer))
+        if document_ends.flags and manifest is not None and not manifest.append_eod:
+            raise DataError(f"{document_ends.flags[0]} acts at end ids, and {prefix} was made without --append-eod")
     except DataError as error:
         problems.append(str(error))
         return None
     return files
 
 
-def _check_tokenizer(files: IndexedFiles, tokenizer: Tokenizer) -> list[str]:
-    manifest, prefix = Manifest.read(files.prefix), files.prefix
+def _check_tokenizer(files: IndexedFiles, manifest: Manifest | None, tokenizer: Tokenizer) -> list[str]:
+    prefix = files.prefix
     if manifest is None:
         largest = max(int(piece.max()) for piece in sampled_pieces(files.tokens))
         note = [f"{prefix}: no manifest tells which tokenizer made it; a sample of its ids was checked"]

@@ -1,72 +1,46 @@
 """Text to .bin/.idx: what tools/preprocess_data.py does.
 
-Rules, the same for every tokenizer and every number of workers:
-- A document is a text of a JSON line (one corpus for each key), or of a plain text file (see TextUnit).
+Rules, the same for every tokenizer and every number of workers and partitions:
+- A document is a text of a JSON line or Parquet row (one corpus for each key), or of a plain text file (TextUnit).
 - Documents without a character other than white space are left out and counted, and so are those that the
   tokenizer turns into nothing. Blank lines of a JSON-lines file are passed over.
 - A document becomes the ids of its text, and one end id after them with --append-eod. Nothing else.
-- What UTF-8 cannot spell (broken bytes in a file, lone surrogates in JSON) becomes U+FFFD, counted. A byte
-  order mark at the start of a file is dropped.
-- A broken JSON line, or one without the key, ends the work, naming file and line; no file is left behind.
+- Half of a surrogate pair, which JSON can spell and UTF-8 cannot, becomes U+FFFD, counted. A byte order mark at the
+  start of a file is dropped.
+- Bytes that are no UTF-8, a broken JSON line, or one without the key end the work, naming file and line; with
+  --on-error skip such a document is left out, counted, and the first ones are named.
+- A document of more than LONG characters is encoded in pieces of at most so many, cut before a single space.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import signal
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import numpy as np
-
+from megatron_edit.data.batches import TokenBatch, TokenizerSpec, end_with_parent, raw_batches, token_batches
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.indexed import IndexedWriter, token_dtype
-from megatron_edit.data.tokenizers import Tokenizer, build_tokenizer, replace_surrogates
+from megatron_edit.data.inputs import InputFile, Kind, Portion, TextUnit, find_inputs, lines_before, portions
+from megatron_edit.data.merge import merge_corpora, remove_corpus
+from megatron_edit.data.progress import Progress
+from megatron_edit.data.restart import Journal, Position
 
-# One file one document, or cut at blank lines, or line by line.
-TextUnit = Literal["file", "paragraph", "line"]
-BATCH_BYTES = 1 << 18
+__all__ = ["CorpusReport", "TextUnit", "TokenizerSpec", "preprocess"]
 
-
-@dataclass(frozen=True)
-class TokenizerSpec:
-    """What `build_tokenizer` needs; travels to the workers, which build their own."""
-
-    tokenizer_type: str
-    tokenizer_model: str | None = None
-    vocab_size: int | None = None
-
-    def build(self) -> Tokenizer:
-        return build_tokenizer(self.tokenizer_type, self.tokenizer_model, self.vocab_size)
+OnError = Literal["fail", "skip"]
+NAMED_PROBLEMS = 10
+Log = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class RawBatch:
-    """Documents that are not yet decoded: lines of a JSON-lines file, or pieces of a text file."""
-
-    file: str
-    is_json: bool
-    first_line: int
-    documents: list[bytes]
-
-
-@dataclass
-class TokenBatch:
-    """The documents of a batch for one key: ids one after the other, and lengths; what was left out."""
-
-    tokens: np.ndarray
-    lengths: list[int]
-    skipped: int
-    replaced: int
+def log_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -78,185 +52,35 @@ class CorpusReport:
     tokens: int = 0
     skipped_documents: int = 0
     replaced_characters: int = 0
+    failed_documents: int = 0
 
     def __str__(self) -> str:
         return (
             f"{self.prefix}: {self.documents} documents, {self.tokens} tokens; {self.skipped_documents} "
-            f"empty documents skipped, {self.replaced_characters} characters replaced"
+            f"empty documents skipped, {self.failed_documents} left out for errors, "
+            f"{self.replaced_characters} characters replaced"
         )
 
-
-def is_json_lines(path: str) -> bool:
-    return path.endswith((".jsonl", ".json"))
-
-
-def check_inputs(inputs: Sequence[str]) -> None:
-    """Raises DataError unless every input is a readable file with something in it."""
-    if not inputs:
-        raise DataError("--input is empty")
-    for name in inputs:
-        path = Path(name)
-        if not path.is_file():
-            raise DataError(f"--input {name} is {'a folder' if path.is_dir() else 'no file'}")
-        if not os.access(path, os.R_OK):
-            raise DataError(f"--input {name} may not be read")
-        if path.stat().st_size == 0:
-            raise DataError(f"--input {name} is empty")
+    def add(self, batch: TokenBatch) -> None:
+        self.documents += len(batch.lengths) - batch.goes_on
+        self.tokens += len(batch.tokens)
+        self.skipped_documents += batch.skipped
+        self.replaced_characters += batch.replaced
+        self.failed_documents += len(batch.problems)
 
 
-def read_raw(path: str, text_unit: TextUnit = "file") -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, bytes) of each document of a file; the lines of a JSON-lines file as they are."""
-    with open(path, "rb") as stream:
-        start = stream.read(3)
-        if start != b"\xef\xbb\xbf":
-            stream.seek(0)
-        if not is_json_lines(path) and text_unit == "file":
-            yield 1, stream.read()
-            return
-        if is_json_lines(path) or text_unit == "line":
-            for number, line in enumerate(stream, 1):
-                yield number, line.rstrip(b"\r\n")
-            return
-        first, lines = 1, []
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                lines.append(line)
-            elif lines:
-                yield first, b"".join(lines).rstrip(b"\r\n")
-                lines = []
-            if not lines:
-                first = number + 1
-        if lines:
-            yield first, b"".join(lines).rstrip(b"\r\n")
+@dataclass(frozen=True)
+class Job:
+    """What decides the bytes that are written."""
 
-
-def raw_batches(inputs: Sequence[str], text_unit: TextUnit) -> Iterator[RawBatch]:
-    """All documents of the inputs in order, in batches of about BATCH_BYTES; no batch spans two files."""
-    for path in inputs:
-        batch = RawBatch(path, is_json_lines(path), 1, [])
-        size = 0
-        for number, document in read_raw(path, text_unit):
-            if not batch.documents:
-                batch = RawBatch(path, batch.is_json, number, [])
-            batch.documents.append(document)
-            size += len(document)
-            # Only lines have numbers that can be counted on inside a batch.
-            if size >= BATCH_BYTES or not (batch.is_json or text_unit == "line"):
-                yield batch
-                batch, size = RawBatch(path, batch.is_json, number + 1, []), 0
-        if batch.documents:
-            yield batch
-
-
-def decode(raw: bytes) -> tuple[str, int]:
-    """Text of UTF-8 bytes, and how many characters had to be replaced."""
-    try:
-        return raw.decode("utf-8"), 0
-    except UnicodeDecodeError:
-        text = raw.decode("utf-8", errors="replace")
-        return text, text.count("\ufffd") - raw.count("\ufffd".encode())
-
-
-def document_texts(batch: RawBatch, key: str | None) -> Iterator[tuple[str, int] | None]:
-    """(text, replaced characters) of each document; None for a blank line of a JSON-lines file.
-
-    Raises:
-        DataError: a line that is no JSON object, or has no string under `key`.
-    """
-    for number, raw in enumerate(batch.documents, batch.first_line):
-        text, replaced = decode(raw)
-        if batch.is_json:
-            if not text.strip():
-                yield None
-                continue
-            try:
-                entry = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{batch.file}, line {number}: no JSON ({error})") from None
-            if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
-                found = f"keys {sorted(entry)}" if isinstance(entry, dict) else f"a {type(entry).__name__}"
-                if isinstance(entry, dict) and key in entry:
-                    found = f"{key!r} is a {type(entry[key]).__name__}"
-                raise DataError(f"{batch.file}, line {number}: no text under the key {key!r} ({found})")
-            text = entry[key]
-        text, surrogates = replace_surrogates(text)
-        yield text, replaced + surrogates
-
-
-def tokenize_batch(batch: RawBatch, keys: Sequence[str], tokenizer: Tokenizer, append_eod: bool) -> list[TokenBatch]:
-    """Tokens of a batch for each key."""
-    results = []
-    for key in keys:
-        ids: list[int] = []
-        result = TokenBatch(np.empty(0), [], 0, 0)
-        for entry in document_texts(batch, key):
-            if entry is None:
-                continue
-            text, replaced = entry
-            tokens = tokenizer.tokenize(text) if text.strip() else []
-            if not tokens:
-                result.skipped += 1
-                continue
-            if append_eod:
-                assert tokenizer.eod_id is not None
-                tokens.append(tokenizer.eod_id)
-            ids.extend(tokens)
-            result.lengths.append(len(tokens))
-            result.replaced += replaced
-        result.tokens = np.array(ids, dtype=token_dtype(tokenizer.vocab_size))
-        results.append(result)
-    return results
-
-
-@dataclass
-class _Worker:
-    """A worker process' own tokenizer; set once by the initializer of the pool."""
-
-    tokenizer: Tokenizer | None = field(default=None)
-
-
-_WORKER = _Worker()
-
-
-def _start_worker(spec: TokenizerSpec) -> None:
-    _WORKER.tokenizer = spec.build()
-
-
-def _work(batch: RawBatch, keys: Sequence[str], append_eod: bool) -> list[TokenBatch]:
-    assert _WORKER.tokenizer is not None
-    return tokenize_batch(batch, keys, _WORKER.tokenizer, append_eod)
-
-
-def token_batches(
-    batches: Iterator[RawBatch],
-    keys: Sequence[str],
-    spec: TokenizerSpec,
-    tokenizer: Tokenizer,
-    append_eod: bool,
-    workers: int,
-) -> Iterator[list[TokenBatch]]:
-    """The batches in their order, tokenized here (one worker) or by `workers` processes that hold at most
-    four batches each."""
-    if workers == 1:
-        for batch in batches:
-            yield tokenize_batch(batch, keys, tokenizer, append_eod)
-        return
-    waiting: deque[Future[list[TokenBatch]]] = deque()
-    # Started afresh, not forked: a tokenizer library may run threads in this process.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (spec,))
-    try:
-        for batch in batches:
-            waiting.append(pool.submit(_work, batch, keys, append_eod))
-            if len(waiting) >= 4 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool:
-        raise RuntimeError(
-            f"a worker ended unexpectedly (out of memory?); try fewer --workers than {workers}"
-        ) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    files: tuple[InputFile, ...]
+    spec: TokenizerSpec
+    keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    text_unit: TextUnit = "file"
+    on_error: OnError = "fail"
+    part: int = 0
+    parts: int = 1
 
 
 def preprocess(
@@ -268,50 +92,242 @@ def preprocess(
     append_eod: bool = False,
     workers: int = 1,
     text_unit: TextUnit = "file",
-    log_interval: int = 1000,
-    log: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    input_kind: Kind | None = None,
+    on_error: OnError = "fail",
+    partitions: int = 1,
+    partition: int | None = None,
+    log_interval: int = 10000,
+    log: Log = log_to_stderr,
+    checkpoint_seconds: float = 30.0,
 ) -> list[CorpusReport]:
     """Writes PREFIX_KEY_document.bin, .idx and .manifest.json for each key ("text" for plain text files).
 
-    The files get their names when all are complete. The result is byte-equal for every number of workers.
+    The files get their names when all are complete. The result is byte-equal for every number of workers and
+    partitions. A command that was killed goes on, when it is given again, from what it had noted at most
+    `checkpoint_seconds` before.
+
+    Args:
+        partitions: parts of the input that are worked on at the same time, by workers / partitions processes each, and
+            then merged.
+        partition: do only this part, from 0 on, under the prefix PREFIX.part-I-of-N; merge_corpora joins them.
 
     Raises:
         DataError: an input, key, tokenizer or size that cannot be used (see the top of this file).
         RuntimeError: a worker process died.
     """
-    check_inputs(inputs)
     if workers < 1 or log_interval < 1:
         raise DataError(f"--workers {workers} and --log-interval {log_interval} must be 1 or more")
     if not json_keys or len(set(json_keys)) < len(json_keys):
         raise DataError(f"--json-keys {' '.join(json_keys)}: give each key once")
-    plain = [name for name in inputs if not is_json_lines(name)]
-    if plain and list(json_keys) != ["text"]:
-        raise DataError(f"--json-keys is for .jsonl and .json files, {plain[0]} is plain text")
+    _check_partitions(inputs, workers, partitions, partition)
+    files = find_inputs(inputs, json_keys, input_kind)
     tokenizer = spec.build()
     if append_eod and tokenizer.eod_id is None:
         raise DataError(f"--append-eod: the {tokenizer.name} given has no end id (eos_token); leave the flag out")
+    job = Job(tuple(files), spec, tuple(json_keys), append_eod, text_unit, on_error, 0, partitions)
+    options: dict[str, Any] = {"log_interval": log_interval, "checkpoint_seconds": checkpoint_seconds}
+    if partitions == 1:
+        return run_job(job, output_prefix, workers=workers, log=log, **options)
+    if partition is not None:
+        job = replace(job, part=partition)
+        return run_job(job, part_prefix(output_prefix, job), workers=workers, log=log, **options)
+    return _run_partitions(job, output_prefix, workers // partitions, log, options)
 
-    reports = [CorpusReport(f"{output_prefix}_{key}_document") for key in json_keys]
-    with ExitStack() as stack:
-        dtype = token_dtype(tokenizer.vocab_size)
-        writers = [stack.enter_context(IndexedWriter(report.prefix, dtype)) for report in reports]
-        started, next_log = time.monotonic(), log_interval
-        batches = raw_batches(inputs, text_unit)
-        for results in token_batches(batches, json_keys, spec, tokenizer, append_eod, workers):
-            for report, writer, result in zip(reports, writers, results, strict=True):
-                writer.add_documents(result.tokens, result.lengths)
-                report.documents += len(result.lengths)
-                report.tokens += len(result.tokens)
-                report.skipped_documents += result.skipped
-                report.replaced_characters += result.replaced
-            if reports[0].documents >= next_log:
-                rate = reports[0].documents / max(time.monotonic() - started, 1e-9)
-                log(f"{reports[0].documents} documents, {rate:.0f} a second")
-                next_log = reports[0].documents + log_interval
-        for report, writer in zip(reports, writers, strict=True):
-            if report.documents == 0:
-                raise DataError(f"no document is left for {report.prefix}: all {report.skipped_documents} are empty")
-            writer.prepare(tokenizer, append_eod, report.skipped_documents, report.replaced_characters)
-        for writer in writers:
-            writer.finish()
+
+def _check_partitions(inputs: Sequence[str], workers: int, partitions: int, partition: int | None) -> None:
+    if partitions < 1:
+        raise DataError(f"--partitions {partitions} must be 1 or more")
+    if partition is not None and not 0 <= partition < partitions:
+        raise DataError(f"--partition {partition} of --partitions {partitions}: they count from 0 to {partitions - 1}")
+    if partition is None and workers % partitions:
+        raise DataError(
+            f"--workers {workers} cannot be dealt out to --partitions {partitions}: "
+            f"{max(1, workers // partitions) * partitions} workers would work"
+        )
+    if partitions > 1 and "-" in inputs:
+        raise DataError(f"--partitions {partitions}: standard input cannot be cut into parts")
+
+
+def part_prefix(output_prefix: str, job: Job) -> str:
+    """Prefix of the output of one part."""
+    return f"{output_prefix}.part-{job.part}-of-{job.parts}"
+
+
+def _run_partitions(
+    job: Job, output_prefix: str, workers: int, log: Log, options: dict[str, Any]
+) -> list[CorpusReport]:
+    """All parts at the same time, then merged; parts that an earlier run has finished are taken as they are."""
+    context = get_context("spawn")
+    stop = context.Event()
+    parts = [replace(job, part=part) for part in range(job.parts)]
+    pool = ProcessPoolExecutor(job.parts, context, _start_part, (stop,))
+    try:
+        running = {
+            pool.submit(_run_part, part, part_prefix(output_prefix, part), workers, options): part.part
+            for part in parts
+        }
+        failed: dict[int, BaseException] = {}
+        for future in as_completed(running):
+            error = future.exception()
+            if error is not None and not isinstance(error, Stopped):
+                failed[running[future]] = error
+                stop.set()
+        if failed:
+            raise failed[min(failed)]
+        results = [future.result() for future in running]
+    finally:
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+    reports = []
+    for index, key in enumerate(job.keys):
+        mine = [result[index] for result in results]
+        report = CorpusReport(f"{output_prefix}_{key}_document")
+        for name in (field.name for field in fields(report) if field.name != "prefix"):
+            setattr(report, name, sum(getattr(part, name) for part in mine))
+        _check_not_empty(report)
+        reports.append(report)
+    for index, report in enumerate(reports):
+        sources = [result[index].prefix for result in results if result[index].documents]
+        merge_corpora(sources, report.prefix, left_out=(report.skipped_documents, report.failed_documents))
+        log(f"merged {len(sources)} parts into {report.prefix}")
+    for part in parts:
+        prefix = part_prefix(output_prefix, part)
+        for key in job.keys:
+            remove_corpus(f"{prefix}_{key}_document")
+        Journal(prefix, part, "").remove()
     return reports
+
+
+class Stopped(RuntimeError):  # noqa: N818  it ends the work of a part, because of another's error
+    """Another part failed, or the command was interrupted."""
+
+
+@dataclass
+class _Part:
+    """What the process of a part knows; set once by the initializer of the pool."""
+
+    stop: Any = None
+
+
+_PART = _Part()
+
+
+def _start_part(stop: Any) -> None:
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides
+    _PART.stop = stop
+
+
+def _run_part(job: Job, prefix: str, workers: int, options: dict[str, Any]) -> list[CorpusReport]:
+    def log(line: str) -> None:
+        log_to_stderr(f"[part {job.part} of {job.parts}] {line}")
+
+    return run_job(job, prefix, workers=workers, log=log, stopped=_PART.stop.is_set, **options)
+
+
+def _check_not_empty(report: CorpusReport) -> None:
+    if report.documents == 0:
+        raise DataError(
+            f"no document is left for {report.prefix}: {report.skipped_documents} are empty, "
+            f"{report.failed_documents} left out for errors"
+        )
+
+
+def run_job(
+    job: Job,
+    output_prefix: str,
+    *,
+    workers: int = 1,
+    log_interval: int = 10000,
+    log: Log = log_to_stderr,
+    checkpoint_seconds: float = 30.0,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[CorpusReport]:
+    """Writes PREFIX_KEY_document.bin, .idx and .manifest.json for each key; see `preprocess`.
+
+    Every `checkpoint_seconds` what was written is made durable, and noted in PREFIX.progress.json: the same job goes on
+    from there. A part of several may be empty: then it is only noted.
+    """
+    tokenizer = job.spec.build()
+    reports = [CorpusReport(f"{output_prefix}_{key}_document") for key in job.keys]
+    journal = Journal(output_prefix, job, tokenizer.fingerprint)
+    found = journal.read(log)
+    if found is not None and found.finished:
+        log(f"{output_prefix} was finished by an earlier run of the same command")
+        return [CorpusReport(**report) for report in found.reports]
+    dtype = token_dtype(tokenizer.vocab_size)
+    with ExitStack() as stack:
+        writers = []
+        for index, report in enumerate(reports):
+            state = None if found is None else found.writers[index]
+            writers.append(stack.enter_context(IndexedWriter(report.prefix, dtype, state)))
+        start = Position(0, 0)
+        if found is None:
+            journal.remove()
+        else:
+            reports = [CorpusReport(**report) for report in found.reports]
+            start = found.position
+            log(f"going on after {reports[0].documents} documents of an earlier, stopped run of the same command")
+        pieces = portions(job.files, job.text_unit, job.part, job.parts)
+        total = sum(min(portion.stop, portion.file.size) - portion.start for portion in pieces)
+        progress = Progress(total, log_interval, log, reports[0].documents)
+        problems = _Problems(job, log)
+        saved = time.monotonic()
+        batches = raw_batches(pieces, job.keys, job.text_unit, start)
+        for results, batch, complete in token_batches(batches, job.keys, job.spec, tokenizer, job.append_eod, workers):
+            for report, writer, result in zip(reports, writers, results, strict=bool(results)):
+                problems.take(batch.portion, result.problems)
+                writer.add_documents(result.tokens, result.lengths, goes_on=result.goes_on)
+                report.add(result)
+            if stopped():
+                raise Stopped
+            if not complete:
+                continue
+            progress.show(reports[0].documents, batch.bytes_read)
+            if time.monotonic() - saved >= checkpoint_seconds and not journal.is_unusable:
+                journal.write(batch.after, [writer.checkpoint() for writer in writers], reports)
+                saved = time.monotonic()
+        problems.tell_rest()
+        for report, writer in zip(reports, writers, strict=True):
+            if job.parts == 1:
+                _check_not_empty(report)
+            if report.documents:
+                writer.prepare(
+                    tokenizer, job.append_eod, report.skipped_documents, report.replaced_characters,
+                    report.failed_documents,
+                )  # fmt: skip
+        for report, writer in zip(reports, writers, strict=True):
+            if report.documents:
+                writer.finish()
+            writer.discard()
+        if job.parts > 1:
+            journal.write(Position(len(pieces), 0), [], reports, finished=True)
+        else:
+            journal.remove()
+    return reports
+
+
+class _Problems:
+    """Documents that cannot be used: the first one ends the work, or the first few are named and all counted."""
+
+    def __init__(self, job: Job, log: Log) -> None:
+        self.job, self.log, self.count = job, log, 0
+        self._before: dict[Portion, int] = {}
+
+    def take(self, portion: Portion, problems: list[tuple[int, str]]) -> None:
+        for line, what in problems:
+            self.count += 1
+            if self.count > NAMED_PROBLEMS and self.job.on_error == "skip":
+                continue
+            if portion not in self._before:
+                self._before[portion] = lines_before(portion)
+            unit = "row" if portion.file.kind == "parquet" else "line"
+            place = f"{portion.file.path}, {unit} {line + self._before[portion]}: {what}"
+            if self.job.on_error == "fail":
+                raise DataError(f"{place}; --on-error skip would leave it out")
+            self.log(f"left out: {place}")
+
+    def tell_rest(self) -> None:
+        if self.count > NAMED_PROBLEMS:
+            self.log(f"left out: {self.count} documents in all, of which the first {NAMED_PROBLEMS} are named above")

@@ -21,12 +21,13 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
 from megatron_edit.data.blend import SplitSource, parse_blend, parse_split, resolve_sources
-from megatron_edit.data.check import check_data_files
+from megatron_edit.data.check import NO_ENDS, DocumentEnds, check_data_files
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.order import SampleOrder, evaluation_order, mix64
 from megatron_edit.data.tokenizers import Tokenizer
 
 __all__ = [
+    "DocumentEnds",
     "FileOrderGPTDataset",
     "MockDataset",
     "SampleDataset",
@@ -43,7 +44,10 @@ Sample = dict[str, torch.Tensor]
 
 
 class SampleDataset(Protocol):
-    """Sample i: tokens, labels, position_ids [S] int64 and loss_mask [S] float32; label t follows token t."""
+    """Sample i: tokens, labels, position_ids [S] int64 and loss_mask [S] float32; label t follows token t.
+
+    With --reset-attention-mask also document_ids, with --reset-position-ids reset_position_ids ([S] int64).
+    """
 
     def __len__(self) -> int: ...
 
@@ -63,8 +67,23 @@ class _CoreTokenizer:
         self.unique_identifiers = OrderedDict(fingerprint=tokenizer.fingerprint)
 
 
+def number_documents(tokens: torch.Tensor, eod_id: int) -> torch.Tensor:
+    """tokens [S] -> number [S] int64 of the document, counted in the sample from 0; an end id ends its own."""
+    ends = torch.cumsum(tokens == eod_id, dim=0)
+    return torch.cat((ends.new_zeros(1), ends[:-1]))
+
+
+def positions_in_documents(document_ids: torch.Tensor) -> torch.Tensor:
+    """Numbers of documents [S], ascending -> position [S] int64 of each token in its document's part here."""
+    positions = torch.arange(len(document_ids))
+    starts = torch.searchsorted(document_ids, document_ids)  # first token of the same document
+    return positions - starts
+
+
 class FileOrderGPTDataset(GPTDataset):
     """One split of one corpus; sample i is the tokens i*S .. i*S + S of its documents, laid end to end."""
+
+    document_ends = NO_ENDS
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, range]:
         sample_index = helpers.build_sample_idx(
@@ -77,15 +96,34 @@ class FileOrderGPTDataset(GPTDataset):
         return self.indices, sample_index, range(len(sample_index) - 1)
 
     def __getitem__(self, index: int) -> Sample:
+        """What GPTDataset gives, read as one piece: the documents of a split lie side by side in the file (the checks
+        of `IndexedFiles` include it), and megatron-core collects a sample document by document."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        sample: Sample = super().__getitem__(index)
-        largest = max(int(sample["tokens"].max()), int(sample["labels"].max()))
-        if largest >= self.config.tokenizer.vocab_size:
+        length, stored = self.config.sequence_length, self.dataset.index
+        first_byte = int(stored.sequence_pointers[self.indices[0]])
+        offset = first_byte + index * length * stored.dtype_size
+        ids = self.dataset.bin_reader.read(stored.dtype, length + 1, offset)  # [S + 1]
+        text = torch.from_numpy(ids.astype(np.int64))
+        if int(text.max()) >= self.config.tokenizer.vocab_size:
             raise DataError(
-                f"{self.dataset_path}.bin has token id {largest} in sample {index}, the vocabulary ends at "
+                f"{self.dataset_path}.bin has token id {int(text.max())} in sample {index}, the vocabulary ends at "
                 f"{self.config.tokenizer.vocab_size - 1}"
             )
+        sample = {
+            "tokens": text[:-1],
+            "labels": text[1:],
+            "loss_mask": torch.ones(length, dtype=torch.float32),
+            "position_ids": torch.arange(length),
+        }
+        if self.document_ends.eod_mask_loss:
+            sample["loss_mask"][sample["tokens"] == self.config.tokenizer.eod] = 0.0
+        if self.document_ends.reset_attention_mask or self.document_ends.reset_position_ids:
+            document_ids = number_documents(sample["tokens"], self.config.tokenizer.eod)
+            if self.document_ends.reset_attention_mask:
+                sample["document_ids"] = document_ids
+            if self.document_ends.reset_position_ids:
+                sample["reset_position_ids"] = positions_in_documents(document_ids)
         return sample
 
 
@@ -108,15 +146,15 @@ class SplitDatasets:
 
 
 def build_split(
-    source: SplitSource, *, seq_length: int, tokenizer: Tokenizer, eod_mask_loss: bool = False
+    source: SplitSource, *, seq_length: int, tokenizer: Tokenizer, document_ends: DocumentEnds = NO_ENDS
 ) -> SplitDatasets:
     """Opens the datasets of one split; `check_data_files` has looked at the files before.
 
     Raises:
-        DataError: --eod-mask-loss with a tokenizer that has no end id, or a corpus without a sample.
+        DataError: a flag of `document_ends` with a tokenizer that has no end id, or a corpus without a sample.
     """
-    if eod_mask_loss and tokenizer.eod_id is None:
-        raise DataError(f"--eod-mask-loss needs an end id, and the {tokenizer.name} given has none")
+    if document_ends.flags and tokenizer.eod_id is None:
+        raise DataError(f"{document_ends.flags[0]} needs an end id, and the {tokenizer.name} given has none")
     datasets = []
     for prefix in source.blend.prefixes:
         config = GPTDatasetConfig(
@@ -127,7 +165,7 @@ def build_split(
             tokenizer=_CoreTokenizer(tokenizer),
             reset_position_ids=False,
             reset_attention_mask=False,
-            eod_mask_loss=eod_mask_loss,
+            eod_mask_loss=document_ends.eod_mask_loss,
             create_attention_mask=False,
         )
         indexed = IndexedDataset(prefix, multimodal=False, mmap=True)
@@ -137,7 +175,9 @@ def build_split(
             if source.blend.weights is not None:
                 raise DataError(f"{source.flag}: the split of {prefix} is shorter than one sample")
             continue
-        datasets.append(FileOrderGPTDataset(indexed, prefix, documents, None, Split.train, config))
+        dataset = FileOrderGPTDataset(indexed, prefix, documents, None, Split.train, config)
+        dataset.document_ends = document_ends
+        datasets.append(dataset)
     if not datasets:
         raise DataError(f"{source.flag} {source.blend}: the split is shorter than one sample of {seq_length}")
     return SplitDatasets(tuple(datasets), source.blend.weights)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 import torch
@@ -42,15 +44,45 @@ def read_microbatches(
     pin_memory: bool = False,
 ) -> list[Microbatch]:
     """Reads the samples at the given global positions; tensors are stacked to [micro_batch_size, S]."""
+    positions = np.array([position for run in microbatches for position in run], dtype=np.int64)
+    return read_samples(datasets, order.lookup(positions), [len(run) for run in microbatches], pin_memory)
+
+
+def read_samples(
+    datasets: Sequence[SampleDataset],
+    places: tuple[np.ndarray, np.ndarray],
+    sizes: Sequence[int],
+    pin_memory: bool = False,
+) -> list[Microbatch]:
+    """Microbatches of `sizes` samples each. places: dataset and sample [sum(sizes)] of each, in order."""
+    remaining = iter(zip(places[0].tolist(), places[1].tolist(), strict=True))
     result = []
-    for positions in microbatches:
-        places = zip(*order.lookup(np.asarray(positions, dtype=np.int64)), strict=True)
-        samples = [datasets[int(dataset)][int(sample)] for dataset, sample in places]
+    for size in sizes:
+        samples = [datasets[dataset][sample] for dataset, sample in itertools.islice(remaining, size)]
         microbatch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
         if pin_memory:
             microbatch = {key: tensor.pin_memory() for key, tensor in microbatch.items()}
         result.append(microbatch)
     return result
+
+
+class OrderWindow:
+    """Looks up an order for many positions at once: a few at a time would cost more than reading the samples."""
+
+    def __init__(self, order: SampleOrder, size: int = 4096) -> None:
+        self.order, self.size = order, size
+        self._start, self._places = 0, (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+        self._lock = Lock()
+
+    def lookup(self, positions: range) -> tuple[np.ndarray, np.ndarray]:
+        """Datasets and samples [n] int64 at positions that follow one another."""
+        with self._lock:  # threads that read ahead share it
+            if not self._start <= positions.start <= positions.stop <= self._start + len(self._places[0]):
+                self._start = positions.start
+                stop = max(positions.stop, positions.start + self.size)
+                self._places = self.order.lookup(np.arange(self._start, stop, dtype=np.int64))
+            part = slice(positions.start - self._start, positions.stop - self._start)
+            return self._places[0][part], self._places[1][part]
 
 
 class MicrobatchLoader:
@@ -89,6 +121,7 @@ class MicrobatchLoader:
         self.global_batch_size, self.pin_memory = global_batch_size, pin_memory
         self.consumed_samples = consumed_samples
         self.num_microbatches = len(place.microbatches(consumed_samples, global_batch_size))
+        self._window = OrderWindow(order)
         self._ahead = _ReadAhead(self._read, num_workers, max(prefetch, num_workers))
 
     def next_batch(self) -> Batch:
@@ -114,8 +147,11 @@ class MicrobatchLoader:
         place = self.place
         mine = place.microbatches(consumed_samples, self.global_batch_size)
         replica = replica_positions(consumed_samples, self.global_batch_size, place.num_replicas, place.replica)
-        sample_ids = self.order.sample_ids(np.arange(replica.start, replica.stop, dtype=np.int64))
-        return read_microbatches(self.datasets, self.order, mine, self.pin_memory), sample_ids.tolist()
+        datasets, samples = self._window.lookup(replica)
+        sample_ids = self.order.offsets[datasets] + samples
+        here = np.array([position - replica.start for run in mine for position in run], dtype=np.int64)
+        places = datasets[here], samples[here]
+        return read_samples(self.datasets, places, [len(run) for run in mine], self.pin_memory), sample_ids.tolist()
 
     @property
     def state(self) -> dict[str, int]:
@@ -252,7 +288,8 @@ def evaluation_batches(
     ranks is that of the samples. `microbatch_multiple` divides the number of microbatches of every batch, as the
     interleaved pipeline schedule wants of its number of stages. Use with SplitDatasets.evaluation_order().
     """
-    total = min(eval_iters * global_batch_size, order.unique_prefix())
+    wanted = eval_iters * global_batch_size
+    total = min(wanted, order.unique_prefix(wanted))
     step = place.num_replicas * place.shard_size * place.micro_batch_size * microbatch_multiple
     for start in range(0, total, global_batch_size):
         size = min(global_batch_size, total - start)

@@ -11,7 +11,6 @@ version, and a run that is resumed after an upgrade must go on in the order in w
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -20,8 +19,9 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_edit.data.errors import DataError
+from megatron_edit.data.long_blend import LongBlend, PeriodicBlend
 
-# Weights that need a larger common denominator are rounded to multiples of 1/LONGEST_PERIOD.
+# Blends whose pattern repeats within so many positions are kept as a table, others go from block to block.
 LONGEST_PERIOD = 1 << 20
 FEISTEL_ROUNDS = 8
 # dataset index in the digest of the permutation over all datasets together
@@ -32,16 +32,14 @@ class SampleOrder:
     """order[k] -> (dataset, sample) for every k >= 0.
 
     Without weights the datasets count as one corpus: an epoch is a permutation of all samples, each exactly
-    once. With weights, position k belongs to a dataset by a fixed periodic pattern whose prefixes keep every
-    weight within less than one sample: |draws of dataset i among the first k - weight_i * k| < 1. Each
-    dataset then has epochs of its own, and starts the next one when it is used up.
-    The order of an epoch is drawn from (seed, dataset, epoch), so orders differ from epoch to epoch.
+    once. With weights, position k belongs to a dataset by a fixed pattern (long_blend.py) whose prefixes keep every
+    weight within less than one sample: |draws of dataset i among the first k - weight_i * k| < 1. Each dataset then
+    has epochs of its own, and starts the next one when it is used up. The order of an epoch is drawn from
+    (seed, dataset, epoch), so orders differ from epoch to epoch.
 
     Args:
         sizes: samples of one epoch of each dataset.
-        weights: None, or one positive number for each dataset (any scale). Weights are exact when their
-            common denominator is at most 2**20 (0.3 and 0.7: 10), else rounded to multiples of 2**-20;
-            `self.weights` are those in use.
+        weights: None, or one positive number for each dataset (any scale).
         seed: --seed.
         shuffle: False keeps file order (for evaluation).
 
@@ -69,9 +67,9 @@ class SampleOrder:
                 raise DataError(f"{len(shares)} weights for {len(self.sizes)} datasets")
             if 0 in self.sizes:
                 raise DataError(f"dataset {self.sizes.index(0)} of the blend has a weight but no sample")
-            self._pattern, self._ranks = blend_pattern(shares)
-            self._shares = np.array(shares, dtype=np.int64)
-            self.weights = tuple(Fraction(share, sum(shares)) for share in shares)
+            short = sum(shares) <= LONGEST_PERIOD
+            self._blend: PeriodicBlend | LongBlend = PeriodicBlend(shares) if short else LongBlend(shares)
+            self.weights = tuple(Fraction(share, sum(shares)) for share in shares)  # as asked for
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         datasets, samples = self.lookup(np.array([position], dtype=np.int64))
@@ -84,9 +82,7 @@ class SampleOrder:
             flat = self._draw(_ALL_DATASETS, int(self.offsets[-1]), positions)
             datasets = np.searchsorted(self.offsets, flat, side="right") - 1
             return datasets, flat - self.offsets[datasets]
-        period, slot = np.divmod(positions, len(self._pattern))
-        datasets = self._pattern[slot].astype(np.int64)
-        draws = period * self._shares[datasets] + self._ranks[slot]  # how often the dataset came before
+        datasets, draws = self._blend.lookup(positions)
         samples = np.empty_like(draws)
         for dataset in np.unique(datasets):
             mine = datasets == dataset
@@ -98,16 +94,12 @@ class SampleOrder:
         datasets, samples = self.lookup(positions)
         return self.offsets[datasets] + samples
 
-    def unique_prefix(self) -> int:
-        """How many positions from 0 on come before any sample is drawn a second time."""
+    def unique_prefix(self, limit: int | None = None) -> int:
+        """How many positions from 0 on come before any sample is drawn a second time; with `limit` at least that many
+        when it is that or more."""
         if self.weights is None:
             return int(self.offsets[-1])
-        firsts = []
-        for dataset, size in enumerate(self.sizes):
-            period, rank = divmod(size, int(self._shares[dataset]))
-            slots = np.flatnonzero(self._pattern == dataset)
-            firsts.append(period * len(self._pattern) + int(slots[rank]))
-        return min(firsts)
+        return self._blend.first_position(self.sizes, limit)
 
     def _draw(self, dataset: int, size: int, draws: np.ndarray) -> np.ndarray:
         """Sample of each of the `draws` [n] from one dataset that is gone through epoch after epoch."""
@@ -156,7 +148,7 @@ def mix64(x: np.ndarray) -> np.ndarray:
 
 
 def integer_weights(weights: Sequence[float | str | Fraction]) -> tuple[int, ...]:
-    """Positive integers in the ratio of the weights; rounded when their sum would exceed LONGEST_PERIOD.
+    """The smallest positive integers in the ratio of the weights, exactly.
 
     Floats count as the decimal number that they print as, so that 0.1 is one tenth.
     """
@@ -170,49 +162,7 @@ def integer_weights(weights: Sequence[float | str | Fraction]) -> tuple[int, ...
             raise DataError(f"blend weight {weight} is not above 0; leave the dataset out")
         exact.append(value)
     unit = Fraction(math.gcd(*(v.numerator for v in exact)), math.lcm(*(v.denominator for v in exact)))
-    total = sum(exact, Fraction(0))
-    if total / unit <= LONGEST_PERIOD:
-        return tuple(int(v / unit) for v in exact)
-    # Largest remainders, so that the rounded shares add up; no dataset is rounded away.
-    ideal = [v * LONGEST_PERIOD / total for v in exact]
-    shares = [max(1, int(v)) for v in ideal]
-    by_remainder = sorted(range(len(shares)), key=lambda i: shares[i] - ideal[i])
-    for i in by_remainder[: max(0, LONGEST_PERIOD - sum(shares))]:
-        shares[i] += 1
-    return tuple(shares)
-
-
-@lru_cache(maxsize=8)
-def blend_pattern(shares: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """One period of the blend: the dataset of each slot, and how often it came before in the period.
-
-    The j-th draw (from 0) of a dataset with share w of the period P may lie in the slots
-    floor(j P / w) .. ceil((j + 1) P / w) - 1; a draw inside its window keeps the dataset's count within less
-    than one of w k / P at every prefix k. Earliest deadline first fills such windows on one machine whenever
-    that can be done (unit tasks), and it can: w / P of every slot to each dataset is a fractional solution.
-    The windows are those of proportionate fairness (Baruah et al. 1996).
-
-    Returns:
-        uint16 or uint32 [P] dataset of the slot, int64 [P] rank of the draw.
-    """
-    period = sum(shares)
-    pattern = np.empty(period, dtype=np.uint16 if len(shares) <= 1 << 16 else np.uint32)
-    ranks = np.empty(period, dtype=np.int64)
-    drawn = [0] * len(shares)
-    waiting = [(0, dataset) for dataset in range(len(shares))]  # (first slot of the window, dataset)
-    open_windows: list[tuple[int, int]] = []  # (last slot of the window, dataset)
-    for slot in range(period):
-        while waiting and waiting[0][0] <= slot:
-            dataset = heapq.heappop(waiting)[1]
-            last = -(-(drawn[dataset] + 1) * period // shares[dataset]) - 1
-            heapq.heappush(open_windows, (last, dataset))
-        last, dataset = heapq.heappop(open_windows)
-        assert slot <= last, "a draw missed its window"
-        pattern[slot], ranks[slot] = dataset, drawn[dataset]
-        drawn[dataset] += 1
-        if drawn[dataset] < shares[dataset]:
-            heapq.heappush(waiting, (drawn[dataset] * period // shares[dataset], dataset))
-    return pattern, ranks
+    return tuple(int(v / unit) for v in exact)
 
 
 def evaluation_order(sizes: Sequence[int], weights: Sequence[float | str | Fraction] | None) -> SampleOrder:

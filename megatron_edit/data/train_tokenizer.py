@@ -1,4 +1,4 @@
-"""A sentencepiece BPE model from text: what tools/train_tokenizer.py does."""
+"""A sentencepiece model from text: what tools/train_tokenizer.py does."""
 
 from __future__ import annotations
 
@@ -7,48 +7,71 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
-from megatron_edit.data.corpus import check_inputs, document_texts, raw_batches
+from megatron_edit.data.batches import decoded, raw_batches
 from megatron_edit.data.errors import DataError
+from megatron_edit.data.inputs import InputFile, Kind, find_inputs, lines_before, portions
 
+ModelType = Literal["bpe", "unigram"]
 # The trainer drops longer pieces of text; it counts bytes.
 PIECE_BYTES = 4096
 SPECIAL_PIECES = 4
 BYTES = 256
 
 
-def training_pieces(inputs: Sequence[str], json_key: str) -> Iterator[str]:
+def training_pieces(files: Sequence[InputFile], json_key: str) -> Iterator[str]:
     """Lines of the inputs' documents, as sentencepiece wants them: not too long, no NUL, and no tab, which is
-    a mark of its own there (a model encodes tabs as a byte)."""
-    for batch in raw_batches(inputs, "line"):
-        for entry in document_texts(batch, json_key):
-            if entry is None:
+    a mark of its own there (a model encodes tabs as a byte).
+
+    Raises:
+        DataError: a document that cannot be used; file and line are named.
+    """
+    for batch in raw_batches(portions(files, "line"), [json_key], "line"):
+        for document in decoded(batch, [json_key], 0):
+            if document.problem:
+                line_number = document.line + lines_before(batch.portion)
+                raise DataError(f"{batch.portion.file.path}, line {line_number}: {document.problem}")
+            if document.text is None:
                 continue
-            for line in entry[0].replace("\t", "\n").replace("\0", "\n").splitlines():
+            for line in document.text.replace("\t", "\n").replace("\0", "\n").splitlines():
                 for start in range(0, len(line), PIECE_BYTES // 4):  # a character has at most 4 bytes
                     if line[start:].strip():
                         yield line[start : start + PIECE_BYTES // 4]
 
 
-def train_sentencepiece(inputs: Sequence[str], output_prefix: str, vocab_size: int, *, json_key: str = "text") -> Path:
-    """Trains a BPE model and writes PREFIX.model (whole or not at all); returns its path.
+def train_sentencepiece(
+    inputs: Sequence[str],
+    output_prefix: str,
+    vocab_size: int,
+    *,
+    json_key: str = "text",
+    model_type: ModelType = "bpe",
+    input_kind: Kind | None = None,
+    max_sentences: int = 0,
+) -> Path:
+    """Trains a model and writes PREFIX.model (whole or not at all); returns its path.
 
     decode(encode(text)) is the text: no normalisation, no space added or removed, and bytes stand in for
     characters without a piece. Ids: 0 <unk>, 1 <s>, 2 </s>, 3 <pad>, 4-259 the bytes, then the pieces.
+
+    Args:
+        inputs: as those of `preprocess`.
+        max_sentences: lines to train on, drawn by the library from all; 0: all lines, held in memory.
 
     Raises:
         DataError: unusable inputs, or a vocabulary too small or too large for the text.
     """
     import sentencepiece
 
-    check_inputs(inputs)
+    files = find_inputs(inputs, [json_key], input_kind)
     smallest = SPECIAL_PIECES + BYTES + 1
     if vocab_size < smallest:
         raise DataError(
             f"--vocab-size {vocab_size} is too small: {SPECIAL_PIECES} marks and {BYTES} bytes come first; "
             f"{max(512, smallest)} would work"
         )
-    pieces = training_pieces(inputs, json_key)
+    pieces = training_pieces(files, json_key)
     first = next(pieces, None)
     if first is None:
         raise DataError(f"--input {' '.join(inputs)} holds no text")
@@ -62,7 +85,9 @@ def train_sentencepiece(inputs: Sequence[str], output_prefix: str, vocab_size: i
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=all_pieces(),
             model_writer=model,
-            model_type="bpe",
+            model_type=model_type,
+            input_sentence_size=max_sentences,
+            shuffle_input_sentence=max_sentences > 0,
             vocab_size=vocab_size,
             byte_fallback=True,
             character_coverage=0.9995,

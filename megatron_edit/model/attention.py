@@ -19,9 +19,9 @@ from torch.nn import functional
 
 
 class SDPACoreAttention(nn.Module):
-    """Core attention on `torch.nn.functional.scaled_dot_product_attention`, causal or without a mask.
+    """Core attention on `torch.nn.functional.scaled_dot_product_attention`: causal, without a mask, or with one.
 
-    It keeps no attention matrix and picks torch's fastest kernel for the device.
+    Without one it keeps no attention matrix and picks torch's fastest kernel for the device.
     """
 
     def __init__(
@@ -53,17 +53,25 @@ class SDPACoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """query [S, B, N, D], key and value [S, B, G, D] -> [S, B, N D]; the mask must be None."""
-        assert attention_mask is None and attention_bias is None and packed_seq_params is None
+        """query [S, B, N, D], key and value [S, B, G, D] -> [S, B, N D].
+
+        attention_mask: None, or bool [B, 1, S, S], True where a query may look, in place of the causal mask.
+        """
+        assert attention_bias is None and packed_seq_params is None
+        assert attention_mask is None or attention_mask.dtype == torch.bool
         mask_type = attn_mask_type or self.attn_mask_type
         assert mask_type in (AttnMaskType.causal, AttnMaskType.no_mask), mask_type
         dropout = self.dropout if self.training else 0.0
+        if attention_mask is not None:  # torch's memory-saving CUDA kernel takes a mask, but not grouped heads
+            repeats = query.shape[2] // key.shape[2]
+            key, value = (tensor.repeat_interleave(repeats, dim=2) for tensor in (key, value))  # [S, B, N, D]
         with self._dropout_stream(dropout):
             out = functional.scaled_dot_product_attention(  # [B, N, S, D]
                 query.permute(1, 2, 0, 3),
                 key.permute(1, 2, 0, 3),
                 value.permute(1, 2, 0, 3),
-                is_causal=mask_type == AttnMaskType.causal,
+                attn_mask=attention_mask,
+                is_causal=mask_type == AttnMaskType.causal and attention_mask is None,
                 dropout_p=dropout,
                 scale=self.softmax_scale,
                 enable_gqa=query.shape[2] != key.shape[2],
@@ -104,20 +112,23 @@ class RotarySelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [S, B, H] (S / TP of them with sequence parallelism) -> (the same shape, None).
 
-        rotary_pos_emb: angles, fp32 [S, 1, 1, D], second half equal to the first.
+        rotary_pos_emb: angles, fp32 [S, 1 or B, 1, D], second half equal to the first. attention_mask: None (causal),
+        or as the core attention takes it.
         """
         assert inference_context is None and packed_seq_params is None
         assert rotary_pos_emb is not None
         mixed, _bias = self.linear_qkv(hidden_states)  # [S, B, G (R+2) D]
         groups, head_size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         mixed = mixed.view(*mixed.shape[:2], groups, -1, head_size)  # [S, B, G, R+2, D]
-        angles = rotary_pos_emb[..., None, : head_size // 2]  # [S, 1, 1, 1, D/2]
+        angles = rotary_pos_emb[..., None, : head_size // 2]  # [S, 1 or B, 1, 1, D/2]
         cosine, sine = angles.cos().to(mixed.dtype), angles.sin().to(mixed.dtype)
         query, key, value = _SplitAndRotate.apply(mixed, cosine, sine)
         if self.checkpoint_core_attention and self.training:
-            out = self._checkpointed_attention_forward(query, key, value, None, attn_mask_type=self.attn_mask_type)
+            out = self._checkpointed_attention_forward(
+                query, key, value, attention_mask, attn_mask_type=self.attn_mask_type
+            )
         else:
-            out = self.core_attention(query, key, value, None)  # [S, B, N D]
+            out = self.core_attention(query, key, value, attention_mask)  # [S, B, N D]
         return self.linear_proj(out)
 
 

@@ -164,6 +164,16 @@ class Llama(GPTModel):
         rotary = self.rotary_pos_emb
         rotary.inv_freq = rotary_inverse_frequencies(model).to(rotary.inv_freq.device)
 
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor | None, **kwargs: Any) -> tuple[Any, ...]:
+        """megatron-core's: inputs of the first layer and rotary angles [S, 1, 1, D]; with `position_ids` (int64
+        [B, S], below S) angles of each token's own position [S, B, 1, D]. megatron-core ignores them with rotary
+        embeddings."""
+        prepared = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        if position_ids is None:
+            return prepared
+        hidden, angles, *others = prepared
+        return hidden, angles[position_ids.t(), 0], *others  # [S, B, 1, D]
+
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
         """As GPTModel's: hidden states; on the last stage token losses [B, S], or without labels logits
         [B, S, V / TP], those of padded ids -inf."""

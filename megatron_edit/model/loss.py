@@ -19,13 +19,29 @@ Batch = dict[str, Tensor]
 def forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """Forward pass of one microbatch on this stage, in the form that megatron-core's schedules call.
 
-    A microbatch has `tokens` and `labels` (int64 [B, S]) and `loss_mask` ([B, S], 1 where the loss counts).
+    A microbatch has `tokens` and `labels` (int64 [B, S]) and `loss_mask` ([B, S], 1 where the loss counts). With
+    --reset-attention-mask it also has `document_ids`, with --reset-position-ids `reset_position_ids` (int64 [B, S]).
     Returns this stage's output (on the last one, the token losses [B, S]) and the function that reduces it.
     """
     batch = next(data_iterator)
-    # No attention mask: the core attention is causal. No position ids: rotary positions count from 0.
-    output = model(input_ids=batch["tokens"], position_ids=None, attention_mask=None, labels=batch["labels"])
+    document_ids = batch.get("document_ids")
+    output = model(
+        input_ids=batch["tokens"],
+        position_ids=batch.get("reset_position_ids"),  # None: rotary positions count from 0
+        attention_mask=None if document_ids is None else document_attention_mask(document_ids),  # None: causal
+        labels=batch["labels"],
+    )
     return output, partial(loss_function, batch["loss_mask"])
+
+
+def document_attention_mask(document_ids: Tensor) -> Tensor:
+    """bool [B, 1, S, S], True where query s may look at key t: t <= s, and both in one document.
+
+    document_ids: int64 [B, S], equal within a document. As torch's SDPA wants it, so the opposite of the mask that
+    megatron-core's own attention takes.
+    """
+    same_document = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)  # [B, S, S]
+    return same_document.tril_().unsqueeze(1)
 
 
 def loss_function(loss_mask: Tensor, token_losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_edit.config.schema import Config
+from megatron_edit.config.schema import Config, DataConfig
 from megatron_edit.data.blend import SplitSource, resolve_sources
-from megatron_edit.data.check import check_data_files
+from megatron_edit.data.check import DocumentEnds, check_data_files
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.tokenizers import Tokenizer, build_tokenizer
 
@@ -19,6 +19,15 @@ class CheckedData:
     sources: dict[str, SplitSource | None] | None
     splits: tuple[str, ...]  # those that will be read: "train", "valid", "test"
     notes: list[str]
+
+
+def document_ends(data: DataConfig) -> DocumentEnds:
+    """The flags about ends of documents."""
+    return DocumentEnds(
+        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+    )
 
 
 def check_data(config: Config) -> CheckedData:
@@ -47,7 +56,7 @@ def check_data(config: Config) -> CheckedData:
             seq_length=config.model.seq_length,
             tokenizer=tokenizer,
             wanted=splits,
-            eod_mask_loss=data.eod_mask_loss,
+            document_ends=document_ends(data),
         )
 
     notes = check(wanted)

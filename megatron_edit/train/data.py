@@ -10,7 +10,7 @@ from megatron_edit.data.datasets import SplitDatasets, build_mock_split, build_s
 from megatron_edit.data.loader import Microbatch, MicrobatchLoader, RankPlace, ReserveLoader, evaluation_batches
 from megatron_edit.data.reserves import SamplePool
 from megatron_edit.parallel.mesh import Mesh
-from megatron_edit.train.checked_data import CheckedData
+from megatron_edit.train.checked_data import CheckedData, document_ends
 
 
 class RunData:
@@ -101,5 +101,5 @@ class RunData:
             source,
             seq_length=seq_length,
             tokenizer=checked.tokenizer,
-            eod_mask_loss=self._config.data.eod_mask_loss,
+            document_ends=document_ends(self._config.data),
         )

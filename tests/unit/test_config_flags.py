@@ -255,8 +255,6 @@ CHANGES_THE_RESULT = """
 --multi-latent-attention
 --optimizer sgd
 --expert-model-parallel-size 2
---reset-position-ids
---reset-attention-mask
 --squared-relu
 --normalization LayerNorm
 --position-embedding-type learned_absolute

@@ -1,5 +1,6 @@
 """The data tools: what is written, what is refused, and that workers change nothing. B25, B26 (keys), B30 to B32."""
 
+import gzip
 import json
 import math
 import os
@@ -165,22 +166,29 @@ BROKEN_LINES = [
     b'{"text": "split \\ud83d-\\ude00"}',
     b'{"text": "NUL \\u0000 inside"}',
     '{"text": "combining e\u0301, \u05e9\u05dc\u05d5\u05dd"}'.encode(),
-    b'{"text": "bad byte \xff"}',
 ]
+NO_UTF8 = b'{"text": "bad byte \xff"}'
 MENDED = [
     "high \ufffd alone", "low \ufffd alone", "whole \U0001f600 pair", "split \ufffd-\ufffd", "NUL \0 inside",
-    "combining e\u0301, \u05e9\u05dc\u05d5\u05dd", "bad byte \ufffd",
+    "combining e\u0301, \u05e9\u05dc\u05d5\u05dd",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_utf8_cannot_spell_is_replaced_and_counted(tmp_path: Path, workers: int) -> None:
-    """B30: lone surrogates and broken bytes, a byte order mark; the other documents are unaffected."""
+    """B30: lone surrogates become U+FFFD, a document that is no UTF-8 is left out, a byte order mark is dropped; the
+    other documents are unaffected."""
     path = tmp_path / "in.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + b"\n".join(BROKEN_LINES))
-    report = run_bytes([str(path)], tmp_path, workers=workers)
+    path.write_bytes(b"\xef\xbb\xbf" + b"\n".join([*BROKEN_LINES[:3], NO_UTF8, *BROKEN_LINES[3:]]))
+    lines: list[str] = []
+    report = run_bytes([str(path)], tmp_path, workers=workers, on_error="skip", log=lines.append)
     assert texts_of(report.prefix) == MENDED
-    assert report.replaced_characters == 5
+    assert (report.replaced_characters, report.failed_documents) == (4, 1)
+    assert [line for line in lines if "left out" in line] == [
+        f"left out: {path}, line 4: no UTF-8 (byte 20 of the document: invalid start byte)"
+    ]
+    with pytest.raises(DataError, match=r"in.jsonl, line 4: no UTF-8 .*; --on-error skip would leave it out"):
+        run_bytes([str(path)], tmp_path, workers=workers)
 
 
 def test_broken_texts_in_sentencepiece_and_hugging_face(tmp_path: Path) -> None:
@@ -205,7 +213,7 @@ def test_broken_texts_in_sentencepiece_and_hugging_face(tmp_path: Path) -> None:
         (report,) = preprocess([str(path)], str(tmp_path / "out"), spec, append_eod=True)
         expected = [[*tokenizer.tokenize(text), tokenizer.eod_id] for text in [*MENDED, "mark </s> in text"]]
         assert documents(report.prefix) == expected
-        assert [ids.count(tokenizer.eod_id) for ids in expected] == [1] * 8, "no forged end id"
+        assert [ids.count(tokenizer.eod_id) for ids in expected] == [1] * 7, "no forged end id"
 
 
 def test_append_eod_without_an_end_id_is_refused(tmp_path: Path) -> None:
@@ -245,10 +253,20 @@ def test_ids_beyond_16_bits(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--input", "{tmp}/missing.jsonl"], "--input {tmp}/missing.jsonl is no file"),
-        (["--input", "{tmp}"], "--input {tmp} is a folder"),
+        (["--input", "{tmp}"], "--input {tmp}/empty.jsonl is empty"),
         (["--input", "{tmp}/empty.jsonl"], "--input {tmp}/empty.jsonl is empty"),
         (["--input", "{tmp}/blank.jsonl"], "no document is left"),
         (["--input", "{tmp}/good.jsonl", "--workers", "0"], "--workers 0"),
+        (["--input", "{tmp}/good.jsonl", "--partitions", "0"], "--partitions 0 must be 1 or more"),
+        (
+            ["--input", "{tmp}/good.jsonl", "--partitions", "2", "--workers", "3"],
+            "--workers 3 cannot be dealt out to --partitions 2: 2 workers would work",
+        ),
+        (["--input", "{tmp}/good.jsonl", "--partition", "1"], "--partition 1 of --partitions 1"),
+        (["--input", "-", "--partitions", "2", "--workers", "2"], "standard input cannot be cut"),
+        (["--input", "{tmp}/*.nothing"], "no file has such a name"),
+        (["--input", "{tmp}/cut.jsonl.gz"], "{tmp}/cut.jsonl.gz is damaged or cut, after line "),
+        (["--input", "{tmp}/bytes.jsonl"], "{tmp}/bytes.jsonl, line 2: no UTF-8"),
         (["--input", "{tmp}/good.jsonl", "--json-keys", "body"], "line 1: no text under the key 'body'"),
         (["--input", "{tmp}/good.jsonl", "--json-keys", "text", "text"], "give each key once"),
         (["--input", "{tmp}/plain.txt", "--json-keys", "body"], "{tmp}/plain.txt is plain text"),
@@ -260,6 +278,8 @@ def test_bad_input_ends_with_exit_code_2_and_one_message(tmp_path: Path, argumen
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jsonl").write_text('{"text": " "}\n\n')
     (tmp_path / "plain.txt").write_text("plain")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 9)[:-12])
+    (tmp_path / "bytes.jsonl").write_bytes(b'{"text": "x"}\n{"text": "\xff"}\n')
     write_lines(tmp_path / "good.jsonl", ["good"])
     before = sorted(os.listdir(tmp_path))
     filled = [argument.format(tmp=tmp_path) for argument in arguments]

@@ -14,11 +14,11 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
-from megatron.core.datasets.gpt_dataset import _build_document_index
+from megatron.core.datasets.gpt_dataset import GPTDataset, _build_document_index
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron_edit.data.blend import Blend, SplitSource, parse_blend, parse_split, resolve_sources
-from megatron_edit.data.check import check_data_files
+from megatron_edit.data.check import DocumentEnds, check_data_files
 from megatron_edit.data.datasets import MockDataset, build_mock_split, build_split
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.indexed import IndexedWriter, Manifest
@@ -186,6 +186,8 @@ def test_samples_are_the_documents_laid_end_to_end(
     for i in range(len(dataset)):
         sample = dataset[i]
         expected = flat[i * seq_length : (i + 1) * seq_length + 1]
+        cores = GPTDataset.__getitem__(dataset, i)
+        assert sample.keys() == cores.keys() and all(torch.equal(sample[key], cores[key]) for key in cores)
         assert sample["tokens"].tolist() == expected[:-1]
         assert sample["labels"].tolist() == expected[1:]
         assert sample["position_ids"].tolist() == list(range(seq_length))
@@ -240,8 +242,10 @@ def test_end_marks_keep_their_loss(tmp_path: Path, tokenizer: Tokenizer) -> None
     eod = 257
     prefix = write_corpus(tmp_path / "c", [[1, 2, eod], [eod], [3, 0, 258, 4, eod], [5]], tokenizer)
     for flag, mask in [(False, [1] * 9), (True, [1, 1, 0, 0, 1, 1, 1, 1, 0])]:
-        split = build_split(source(prefix), seq_length=9, tokenizer=tokenizer, eod_mask_loss=flag)
-        sample = split.datasets[0][0]
+        ends = DocumentEnds(eod_mask_loss=flag)
+        split = build_split(source(prefix), seq_length=9, tokenizer=tokenizer, document_ends=ends)
+        sample, cores = split.datasets[0][0], GPTDataset.__getitem__(split.datasets[0], 0)
+        assert all(torch.equal(sample[key], cores[key]) for key in cores)
         assert sample["tokens"].tolist() == [1, 2, eod, eod, 3, 0, 258, 4, eod]
         assert sample["labels"].tolist() == [2, eod, eod, 3, 0, 258, 4, eod, 5]
         assert sample["loss_mask"].tolist() == mask
@@ -250,7 +254,7 @@ def test_end_marks_keep_their_loss(tmp_path: Path, tokenizer: Tokenizer) -> None
 def test_eod_mask_loss_of_documents_of_nothing_but_the_end(tmp_path: Path) -> None:
     """B16: a fully masked sample is a sample with weight 0 throughout."""
     prefix = write_corpus(tmp_path / "c", [[257]] * 10)
-    split = build_split(source(prefix), seq_length=9, tokenizer=BYTES, eod_mask_loss=True)
+    split = build_split(source(prefix), seq_length=9, tokenizer=BYTES, document_ends=DocumentEnds(eod_mask_loss=True))
     assert split.datasets[0][0]["loss_mask"].sum() == 0
     with pytest.raises(DataError, match="--eod-mask-loss needs an end id"):
         check_data_files(
@@ -258,7 +262,7 @@ def test_eod_mask_loss_of_documents_of_nothing_but_the_end(tmp_path: Path) -> No
             seq_length=9,
             tokenizer=NoEod(),
             wanted=["train"],
-            eod_mask_loss=True,
+            document_ends=DocumentEnds(eod_mask_loss=True),
         )
 
 

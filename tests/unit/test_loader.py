@@ -4,10 +4,13 @@ import random
 import threading
 import time
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_edit.data.datasets import MockDataset, Sample, SplitDatasets
 from megatron_edit.data.errors import DataError, LoaderError
@@ -119,6 +122,55 @@ def test_restart_with_another_layout_goes_on() -> None:
         for loader in loaders:
             loader.close()
     assert consumed == 48 and sorted(seen) == list(range(48))
+
+
+phases = st.tuples(
+    st.sampled_from([1, 2, 3]),  # replicas
+    st.sampled_from([1, 2]),  # shards
+    st.sampled_from([1, 2]),  # micro-batch size
+    st.integers(1, 3),  # microbatches
+    st.integers(0, 4),  # iterations
+    st.sampled_from([0, 1, 3]),  # threads that read ahead
+)
+
+
+@settings(max_examples=40)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    weights=st.none() | st.lists(st.floats(1e-9, 1), min_size=3, max_size=3),
+    plan=st.lists(phases, min_size=1, max_size=5),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_every_sample_once_over_epochs_resizes_and_restarts(
+    sizes: list[int], weights: list[float] | None, plan: list[tuple[int, ...]], seed: int
+) -> None:
+    """A run that is stopped after any step and goes on in another layout reads the one order, position by position:
+    no sample is left out or repeated, whatever the epochs that it crosses."""
+    starts = np.cumsum([0, *sizes])
+    datasets = tuple(NumberedDataset(size, int(start)) for size, start in zip(sizes, starts, strict=False))
+    shares = None if weights is None else tuple(Fraction(str(weight)) for weight in weights[: len(sizes)])
+    split = SplitDatasets(datasets, shares)
+    consumed, read = 0, list[int]()
+    for replicas, shards, micro, microbatches, iterations, workers in plan:
+        batch = replicas * shards * micro * microbatches
+        loaders = [
+            make_loader(split, place, batch, consumed, workers, seed) for place in all_places(replicas, shards, micro)
+        ]
+        for _ in range(iterations):
+            batches = [loader.next_batch() for loader in loaders]
+            for replica in range(replicas):
+                mine = batches[replica * shards : (replica + 1) * shards]
+                woven = [i for m in range(microbatches) for found, _ in mine for i in ids_of([found[m]])]
+                assert all(ids == woven for _, ids in mine), "what is logged is what is read"
+                read += woven
+        consumed = loaders[0].consumed_samples
+        for loader in loaders:
+            loader.close()
+    order = split.training_order(seed)
+    assert read == order.sample_ids(np.arange(consumed)).tolist()
+    if weights is None:
+        for start in range(0, len(read) - sum(sizes) + 1, sum(sizes)):
+            assert sorted(read[start : start + sum(sizes)]) == list(range(sum(sizes)))
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_edit.data import long_blend
 from megatron_edit.data.errors import DataError
+from megatron_edit.data.long_blend import LongBlend
 from megatron_edit.data.order import (
-    LONGEST_PERIOD,
     SampleOrder,
     evaluation_order,
     integer_weights,
@@ -101,21 +102,74 @@ def test_blend_keeps_weights_at_every_prefix(weights: list[int], sizes: list[int
     assert len(set(ids[:-1])) == prefix and ids[-1] in ids[:-1]
 
 
-@given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=5))
-def test_weights_without_a_small_denominator_are_kept_to_a_millionth(weights: list[float]) -> None:
+@given(st.lists(st.floats(1e-9, 1), min_size=2, max_size=5))
+def test_weights_are_kept_exactly(weights: list[float]) -> None:
     shares = integer_weights(weights)
-    assert min(shares) > 0 and sum(shares) <= LONGEST_PERIOD
     total = sum(Fraction(str(weight)) for weight in weights)
     for share, asked in zip(shares, weights, strict=True):
-        assert abs(Fraction(share, sum(shares)) - Fraction(str(asked)) / total) <= Fraction(1, LONGEST_PERIOD)
+        assert Fraction(share, sum(shares)) == Fraction(str(asked)) / total
 
 
-def test_blend_with_the_longest_period() -> None:
+any_weight = st.floats(-9, 0).map(lambda exponent: 10**exponent) | st.sampled_from([1e-9, 1e-6, 0.1, 1 / 3, 0.5, 1.0])
+
+
+@settings(max_examples=40)
+@given(
+    weights=st.lists(any_weight, min_size=1, max_size=12),
+    start=st.integers(0, 300),
+    seed=seeds,
+)
+def test_any_weights_are_kept_at_every_prefix(weights: list[float], start: int, seed: int) -> None:
+    """From 1e-9 to 1: within one sample at every prefix, over the borders of blocks; each dataset's draws in order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_blend, "BLOCK", 64)
+        blend = LongBlend(integer_weights([*weights, 0.123456789123]))
+        total = sum(blend.weights)
+        count = 2000
+        datasets, draws = blend.lookup(span(0, count))
+        for dataset, weight in enumerate(blend.weights):
+            mine = datasets == dataset
+            drawn = np.cumsum(mine).tolist()
+            error = [abs(drawn[k] * total - weight * (k + 1)) for k in range(count)]
+            assert max(error) < total
+            assert draws[mine].tolist() == list(range(int(mine.sum())))
+        fresh = LongBlend(blend.weights).lookup(span(start, start + 70))  # found without what comes before
+        assert (fresh[0] == datasets[start : start + 70]).all() and (fresh[1] == draws[start : start + 70]).all()
+
+
+def test_small_weights_come_when_their_turn_is() -> None:
+    """However far: weights rounded to multiples of 2**-20 would be off by several draws here."""
+    weights = [1e-6, 0.3, 0.123456789]
+    blend = LongBlend(integer_weights(weights))
+    end = 10**7 // long_blend.BLOCK
+    state = blend._state(end)
+    for count, weight in zip(state, weights, strict=True):
+        exact = Fraction(str(weight)) / sum(Fraction(str(w)) for w in weights)
+        assert abs(count - exact * end * long_blend.BLOCK) < 1
+
+
+def test_first_repeat_in_a_long_blend() -> None:
+    weights = [0.123456789, 0.2, 0.3333333]
+    order = SampleOrder([1000, 60_000, 50_000], weights, seed=2)
+    prefix = order.unique_prefix()
+    ids = order.sample_ids(span(0, prefix + 1))
+    assert len(set(ids[:-1].tolist())) == prefix and ids[-1] in set(ids[:-1].tolist())
+    assert abs(prefix - 1000 / (0.123456789 / sum(weights))) < 10
+    sizes = [3_000_017, 501, 77]  # weights by size: all end together
+    assert evaluation_order(sizes, None).unique_prefix() == sum(sizes)
+    assert [order.unique_prefix(limit) for limit in (1, prefix, prefix + 1, 10**9)] == [1, prefix, prefix, prefix]
+    order = SampleOrder(sizes, sizes, seed=3)
+    ids = order.sample_ids(span(sum(sizes) - 5, sum(sizes) + 100_000))
+    again = SampleOrder(sizes, sizes, seed=3).sample_ids(span(sum(sizes) + 90_000, sum(sizes) + 100_000))
+    assert (ids[-10_000:] == again).all() and len(set(ids[5:].tolist())) == 100_000
+
+
+def test_blend_with_a_long_period() -> None:
     weights = [0.123456789, 0.2, 0.3333333]
     datasets, _ = SampleOrder([5, 6, 7], weights).lookup(span(0, 200_000))
     for dataset, weight in enumerate(weights):
         ideal = weight / sum(weights) * span(1, 200_001)
-        assert np.abs(np.cumsum(datasets == dataset) - ideal).max() < 1.2  # rounding: 2e5 * 2**-20
+        assert np.abs(np.cumsum(datasets == dataset) - ideal).max() < 1
 
 
 def test_weights_are_exact_decimals() -> None:

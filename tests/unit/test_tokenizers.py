@@ -1,5 +1,6 @@
 """Tokenizers: ids, special ids, marks in texts, files that are no tokenizers. Field reports B30 to B32."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -117,6 +118,37 @@ def test_sentencepiece_ids_are_the_librarys_and_own_models_round_trip(
         assert special_ids(tokenizer).isdisjoint(ids)
     tokenizer = SentencePieceTokenizer(own_model)
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "default", "hf"])
+def test_a_batch_is_its_texts_one_by_one(kind: str, own_model: Path, default_model: Path, tmp_path: Path) -> None:
+    """Also lone surrogates, marks in the text, and an empty text."""
+    tokenizer: Tokenizer = ByteTokenizer()
+    if kind == "hf":
+        tokenizer = HuggingFaceTokenizer(hf_folder(tmp_path / "hf", BOTH, ("bos", "eos")))
+    elif kind != "bytes":
+        tokenizer = SentencePieceTokenizer(own_model if kind == "bpe" else default_model)
+    texts = [*HARD_TEXTS, "", "a \ud83d b", "x</s></s>y<s>"]
+    assert tokenizer.tokenize_batch(texts) == [tokenizer.tokenize(text) for text in texts]
+
+
+def test_unigram_models_round_trip_and_read_packed_files(texts_file: Path, tmp_path: Path) -> None:
+    """--model-type unigram: the documented ids, byte fallback, nothing normalised; the same text packed trains the
+    same model, and --max-sentences draws lines."""
+    packed = tmp_path / "texts.jsonl.gz"
+    packed.write_bytes(gzip.compress(texts_file.read_bytes()))
+    models = [
+        train_sentencepiece([str(path)], str(tmp_path / path.name), 300, model_type="unigram")
+        for path in (texts_file, packed)
+    ]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    tokenizer = SentencePieceTokenizer(models[0])
+    assert (tokenizer.bos_id, tokenizer.eod_id, tokenizer.pad_id, tokenizer.vocab_size) == (1, 2, 3, 300)
+    for text in HARD_TEXTS:
+        ids = tokenizer.tokenize(text)
+        assert tokenizer.detokenize(ids) == text and special_ids(tokenizer).isdisjoint(ids)
+    fewer = train_sentencepiece([str(texts_file)], str(tmp_path / "few"), 299, model_type="unigram", max_sentences=100)
+    assert SentencePieceTokenizer(fewer).vocab_size == 299
 
 
 def test_trained_model_has_the_documented_ids(own_model: Path, default_model: Path) -> None:

@@ -1,0 +1,343 @@
+"""Raw documents to tokens: decoding, long documents, and the workers. The rules are told in corpus.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from threading import Thread
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_edit.data.errors import DataError
+from megatron_edit.data.indexed import token_dtype
+from megatron_edit.data.inputs import Portion, RawDocument, Reader, TextUnit
+from megatron_edit.data.restart import Position
+from megatron_edit.data.tokenizers import Tokenizer, build_tokenizer, replace_surrogates
+
+BATCH_BYTES = 1 << 18
+LONG = 1 << 20  # characters; a document of more is encoded in pieces
+_SINGLE_SPACE = re.compile(r"(?<=\S) (?=\S)")
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """What `build_tokenizer` needs; travels to the workers, which build their own."""
+
+    tokenizer_type: str
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
+
+    def build(self) -> Tokenizer:
+        return build_tokenizer(self.tokenizer_type, self.tokenizer_model, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class RawBatch:
+    """Documents of one file that are not yet decoded. `after`: where reading stands once they are used."""
+
+    portion: Portion
+    documents: list[RawDocument]
+    after: Position
+    bytes_read: int  # of all inputs, on disk
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is one document too long for one call of a tokenizer."""
+        return len(self.documents) == 1 and self.documents[0].size > LONG
+
+
+class Document(NamedTuple):
+    """A decoded document. text: None for a blank line, and where there is a problem."""
+
+    line: int
+    text: str | None
+    replaced: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a long text of one key."""
+
+    key_index: int
+    text: str
+    is_first: bool
+    is_last: bool
+    replaced: int  # in the whole document, told with its first piece
+
+
+@dataclass
+class TokenBatch:
+    """The documents of a batch for one key: ids one after the other, and lengths; what was left out."""
+
+    tokens: np.ndarray
+    lengths: list[int]
+    skipped: int = 0
+    replaced: int = 0
+    problems: list[tuple[int, str]] = field(default_factory=list)  # line in the portion, what is wrong
+    goes_on: bool = False  # the first length is the rest of the last document
+
+
+def raw_batches(
+    pieces: Sequence[Portion], keys: Sequence[str], text_unit: TextUnit, start: Position | None = None
+) -> Iterator[RawBatch]:
+    """All documents from `start` on in order, in batches of about BATCH_BYTES; none spans two files, and a long
+    document has one of its own."""
+    start = start or Position(0, 0)
+    done = sum(portion.file.size for portion in pieces[: start.file])
+    for index in range(start.file, len(pieces)):
+        portion = pieces[index]
+        reader = Reader(portion, keys, text_unit)
+        taken, documents, size = 0, list[RawDocument](), 0
+        for document in reader:
+            taken += 1
+            if index == start.file and taken <= start.documents:
+                continue
+            if documents and (size >= BATCH_BYTES or document.size > LONG):
+                yield RawBatch(portion, documents, Position(index, taken - 1), done + reader.bytes_read)
+                documents, size = [], 0
+            documents.append(document)
+            size += document.size
+        if documents:
+            yield RawBatch(portion, documents, Position(index, taken), done + reader.bytes_read)
+        done += portion.file.size
+
+
+def decoded(batch: RawBatch, keys: Sequence[str], key_index: int) -> Iterator[Document]:
+    """The documents of a batch for the key `keys[key_index]`."""
+    for raw in batch.documents:
+        content = raw.content
+        if not isinstance(content, bytes):
+            cell = content[key_index]
+            if cell is None:
+                yield Document(raw.line, None, problem=f"no text in the column {keys[key_index]!r}")
+                continue
+            content = cell
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            # a text of several lines: the line of the file
+            line = raw.line + content.count(b"\n", 0, error.start)
+            yield Document(line, None, problem=f"no UTF-8 (byte {error.start + 1} of the document: {error.reason})")
+            continue
+        if batch.portion.file.kind == "jsonl":
+            if is_blank(text):
+                yield Document(raw.line, None)
+                continue
+            value = _json_text(text, keys[key_index])
+            if isinstance(value, DataError):
+                yield Document(raw.line, None, problem=str(value))
+                continue
+            text = value
+        text, replaced = replace_surrogates(text)
+        yield Document(raw.line, text, replaced)
+
+
+def is_blank(text: str) -> bool:
+    """Whether there is nothing but white space; makes no copy of a long text."""
+    return not text or text.isspace()
+
+
+def _json_text(line: str, key: str) -> str | DataError:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return DataError(f"no JSON ({error})")
+    if isinstance(entry, dict) and isinstance(entry.get(key), str):
+        return str(entry[key])
+    found = f"keys {sorted(entry)}" if isinstance(entry, dict) else f"a {type(entry).__name__}"
+    if isinstance(entry, dict) and key in entry:
+        found = f"{key!r} is a {type(entry[key]).__name__}"
+    return DataError(f"no text under the key {key!r} ({found})")
+
+
+def tokenize_batch(batch: RawBatch, keys: Sequence[str], tokenizer: Tokenizer, append_eod: bool) -> list[TokenBatch]:
+    """Tokens of a batch for each key."""
+    results = []
+    dtype = token_dtype(tokenizer.vocab_size)
+    for index in range(len(keys)):
+        result = TokenBatch(np.empty(0, dtype), [])
+        documents = []
+        for document in decoded(batch, keys, index):
+            if document.problem:
+                result.problems.append((document.line, document.problem))
+            elif document.text is not None and not is_blank(document.text):
+                documents.append(document)
+            elif document.text is not None:
+                result.skipped += 1
+        ids: list[int] = []
+        for document, tokens in zip(
+            documents, tokenizer.tokenize_batch([d.text or "" for d in documents]), strict=True
+        ):
+            if not tokens:
+                result.skipped += 1
+                continue
+            if append_eod:
+                assert tokenizer.eod_id is not None
+                tokens.append(tokenizer.eod_id)
+            ids += tokens
+            result.lengths.append(len(tokens))
+            result.replaced += document.replaced
+        result.tokens = np.array(ids, dtype=dtype)
+        results.append(result)
+    return results
+
+
+def cut_long_text(text: str) -> Iterator[str]:
+    """Pieces of at most LONG characters that are the text when joined; each but the first begins with a space that
+    stands alone, where the second half of the piece before has one: there, tokenizers begin a new word anyway."""
+    start = 0
+    while len(text) - start > LONG:
+        end = start + LONG
+        for match in _SINGLE_SPACE.finditer(text, end - LONG // 16, end):
+            end = match.start()
+        if end == start + LONG:  # text without such spaces
+            line_end = text.rfind("\n", start + LONG // 2, end)
+            end = end if line_end < 0 else line_end + 1
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def long_document(batch: RawBatch, keys: Sequence[str]) -> Iterator[Piece | list[TokenBatch]]:
+    """The one document of a batch: pieces of its text for each key; or, of what is no text, what became of it."""
+    for index in range(len(keys)):
+        (document,) = decoded(batch, keys, index)
+        text = document.text
+        if text is None or is_blank(text):
+            nothing = [TokenBatch(np.empty(0, np.uint16), []) for _ in keys]
+            if document.problem:
+                nothing[index].problems.append((document.line, document.problem))
+            nothing[index].skipped = int(text is not None)
+            yield nothing
+            continue
+        start = 0
+        for piece in cut_long_text(text):
+            end = start + len(piece)
+            replaced = 0 if start else document.replaced
+            yield Piece(index, piece, is_first=start == 0, is_last=end == len(text), replaced=replaced)
+            start = end
+
+
+def tokenize_piece(piece: Piece, keys: Sequence[str], tokenizer: Tokenizer, append_eod: bool) -> list[TokenBatch]:
+    """Tokens of a piece for its key, and nothing for the others."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    results = [TokenBatch(np.empty(0, dtype), []) for _ in keys]
+    tokens = tokenizer.tokenize(piece.text)
+    if append_eod and piece.is_last:
+        assert tokenizer.eod_id is not None
+        tokens.append(tokenizer.eod_id)
+    results[piece.key_index] = TokenBatch(
+        np.array(tokens, dtype=dtype), [len(tokens)], replaced=piece.replaced, goes_on=not piece.is_first
+    )
+    return results
+
+
+# ---- workers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Worker:
+    """A worker process' own tokenizer; set once by the initializer of the pool."""
+
+    tokenizer: Tokenizer | None = field(default=None)
+
+
+_WORKER = _Worker()
+
+
+def end_with_parent() -> None:
+    """Ends this process when the one that started it is gone: a pool's processes would wait for ever for work."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch(sentinel: int = parent.sentinel) -> None:
+        wait([sentinel])
+        os._exit(1)
+
+    Thread(target=watch, name="parent", daemon=True).start()
+
+
+def _start_worker(spec: TokenizerSpec) -> None:
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that reads decides
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Hugging Face: a process is one worker, not a pool of threads
+    _WORKER.tokenizer = spec.build()
+
+
+def _work(task: RawBatch | Piece, keys: Sequence[str], append_eod: bool) -> list[TokenBatch]:
+    assert _WORKER.tokenizer is not None
+    return _tokenize(task, keys, _WORKER.tokenizer, append_eod)
+
+
+def _tokenize(
+    task: RawBatch | Piece | list[TokenBatch], keys: Sequence[str], tokenizer: Tokenizer, append_eod: bool
+) -> list[TokenBatch]:
+    if isinstance(task, RawBatch):
+        return tokenize_batch(task, keys, tokenizer, append_eod)
+    return tokenize_piece(task, keys, tokenizer, append_eod) if isinstance(task, Piece) else task
+
+
+Tokenized = tuple[list[TokenBatch], RawBatch, bool]  # see token_batches
+
+
+def token_batches(
+    batches: Iterator[RawBatch],
+    keys: Sequence[str],
+    spec: TokenizerSpec,
+    tokenizer: Tokenizer,
+    append_eod: bool,
+    workers: int,
+) -> Iterator[Tokenized]:
+    """(tokens for each key, their batch, whether that was its last part) in the order of the batches.
+
+    Tokenized here (one worker) or by `workers` processes that hold at most four tasks each.
+    """
+
+    def tasks() -> Iterator[tuple[RawBatch | Piece | list[TokenBatch], RawBatch, bool]]:
+        for batch in batches:
+            if not batch.is_long:
+                yield batch, batch, True
+                continue
+            light = RawBatch(batch.portion, [], batch.after, batch.bytes_read)  # without the long text
+            for part in long_document(batch, keys):
+                yield part, light, False
+            yield [], light, True
+
+    if workers == 1:
+        for task, batch, complete in tasks():
+            yield _tokenize(task, keys, tokenizer, append_eod), batch, complete
+        return
+    waiting: deque[tuple[Future[list[TokenBatch]] | list[TokenBatch], RawBatch, bool]] = deque()
+
+    def first() -> Tokenized:
+        result, batch, complete = waiting.popleft()
+        return result.result() if isinstance(result, Future) else result, batch, complete
+
+    # Started afresh, not forked: a tokenizer library may run threads in this process.
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (spec,))
+    try:
+        for task, batch, complete in tasks():
+            result = task if isinstance(task, list) else pool.submit(_work, task, keys, append_eod)
+            light = RawBatch(batch.portion, [], batch.after, batch.bytes_read)
+            waiting.append((result, light, complete))
+            if len(waiting) >= 4 * workers:
+                yield first()
+        while waiting:
+            yield first()
+    except BrokenProcessPool:
+        raise RuntimeError(
+            f"a worker ended unexpectedly (out of memory?); try fewer --workers than {workers}"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
