@@ -130,7 +130,6 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     "--add-bias-linear": _refused("linear layers have no bias; --add-qkv-bias gives query, key and value one"),
     "--apply-layernorm-1p": _refused("the norms are RMSNorm"),
     "--apply-residual-connection-post-layernorm": _refused(_LLAMA_ONLY),
-    "--qk-layernorm": _refused("norms on queries and keys are not built here"),
     "--window-size": _refused("sliding-window attention is not built here"),
     "--add-position-embedding": _refused("positions are rotary embeddings"),
     "--rotary-interleaved": _refused("the rotary embedding turns halves, as in Llama"),

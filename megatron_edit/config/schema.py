@@ -76,6 +76,8 @@ class ModelConfig:
         False, "give the output head its own matrix instead of the embedding's"
     )
     add_qkv_bias: bool = setting(False, "bias on the query, key and value projections")
+    add_attention_output_bias: bool = setting(False, "bias on the projection that follows the attention")
+    qk_layernorm: bool = setting(False, "RMSNorm on each head's query and key before the rotary embedding, as in Qwen3")
     attention_dropout: float = setting(0.0, "dropout probability on attention weights", minimum=0, below=1)
     hidden_dropout: float = setting(0.0, "dropout probability on the residual branches", minimum=0, below=1)
     init_method_std: float = setting(0.02, "standard deviation of the initial weights", minimum=0)
