@@ -35,8 +35,10 @@ from megatron_edit.model.sharding import is_vocabulary
 from megatron_edit.sync.trigger import WarmupError
 
 _SHOWN = 12  # differences that are listed
-_GEOMETRY = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-             "untie_embeddings_and_output_weights", "add_qkv_bias", "add_attention_output_bias", "qk_layernorm")  # fmt: skip
+_GEOMETRY = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "untie_embeddings_and_output_weights", "add_qkv_bias", "add_attention_output_bias", "qk_layernorm",
+)  # fmt: skip
 _MAY_CHANGE = ("make_vocab_size_divisible_by", "transformer_impl", "model_size", "init_method_std")
 
 

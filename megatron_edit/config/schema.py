@@ -246,7 +246,10 @@ class DataConfig:
                  "HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"),
     )  # fmt: skip
     tokenizer_model: str | None = setting(None, "file or folder of the tokenizer", metavar="PATH")
-    vocab_size: int | None = setting(None, "vocabulary of NullTokenizer", minimum=2)
+    vocab_size: int | None = setting(
+        None, "vocabulary of NullTokenizer; with others: rows of the model where they are more than the tokenizer's ids",
+        minimum=2,
+    )  # fmt: skip
     eod_mask_loss: bool = setting(False, "no loss on the token that follows an end of document")
     num_workers: int = setting(1, "threads of each rank that read ahead; 0 = none", minimum=0)
     log_sample_ids: str | None = setting(

@@ -44,7 +44,7 @@ class Trainer:
         assert training.train_iters is not None and training.global_batch_size is not None
         self.config = config
         self.global_batch_size: int = training.global_batch_size
-        self.vocab_size = checked.tokenizer.vocab_size
+        self.vocab_size = checked.vocab_size
         self.mesh = mesh_of(config, platform)
         self.data = RunData(config, checked, self.mesh)
         self.replica = build_replica(config, self.mesh, self.vocab_size)
