@@ -84,8 +84,8 @@ class SDPACoreAttention(nn.Module):
 class LayerCache(Protocol):
     """Keys and values of earlier positions of one layer, for generation (`inference.cache`)."""
 
-    def rotary_angles(self) -> Tensor:
-        """Angles of the new positions, fp32 [S, B or 1, 1, D]."""
+    def rotary_angles(self, count: int) -> Tensor:
+        """Angles of the `count` new positions, fp32 [S, B or 1, 1, D]."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Takes up the new keys and values [S, B, G, D]; the new queries [S, B, N, D] attend to all -> [S, B, N D]."""
@@ -138,7 +138,7 @@ class RotarySelfAttention(SelfAttention):
             query, key = self.q_layernorm(mixed[..., :-2, :]), self.k_layernorm(mixed[..., -2:-1, :])
             mixed = torch.cat((query, key, mixed[..., -1:, :]), dim=-2)
         if self.cache is not None:
-            rotary_pos_emb = self.cache.rotary_angles()
+            rotary_pos_emb = self.cache.rotary_angles(mixed.shape[0])
         angles = rotary_pos_emb[..., None, : mixed.shape[-1] // 2]  # [S, 1, 1, 1, D/2]
         cosine, sine = angles.cos().to(mixed.dtype), angles.sin().to(mixed.dtype)
         query, key, value = _SplitAndRotate.apply(mixed, cosine, sine)
