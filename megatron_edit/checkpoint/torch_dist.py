@@ -176,22 +176,30 @@ class TensorReader:
         wanted = set(names)
         return {info.relative_path for index, info in self._metadata.storage_data.items() if index.fqn in wanted}
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU, in its stored dtype. Raises CheckpointError."""
+    def read(self, name: str, row: int | None = None) -> torch.Tensor:
+        """The tensor on the CPU, in its stored dtype; `row`: its part at this place of the first dim, of which only
+        the pieces are read. Raises CheckpointError."""
         entry = self._metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
+        first, size = (0, list(entry.size)) if row is None else (row, [1, *entry.size[1:]])
         whole: torch.Tensor | None = None
         for chunk in entry.chunks:
-            info = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-            part = self._read_part(info)
-            if chunk.sizes == entry.size:
-                return part
+            if row is not None and not chunk.offsets[0] <= row < chunk.offsets[0] + chunk.sizes[0]:
+                continue
+            part = self._read_part(self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]).view(chunk.sizes)
+            offsets = list(chunk.offsets)
+            if row is not None:
+                part, offsets[0] = part[row - chunk.offsets[0]][None], row
+            if list(part.shape) == size:
+                whole = part
+                break
             if whole is None:
-                whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-            place = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[place] = part.view(chunk.sizes)
+                whole = torch.empty(size, dtype=entry.properties.dtype)
+            offsets[0] -= first
+            place = tuple(slice(at, at + count) for at, count in zip(offsets, part.shape, strict=True))
+            whole[place] = part
         assert whole is not None, name
-        return whole
+        return whole if row is None else whole[0]
 
     def _read_part(self, info: _StorageInfo) -> torch.Tensor:
         path = self.folder / info.relative_path
