@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Logits of a checkpoint against those of transformers on given text; layer by layer when they differ.
 
-    python tools/verify_conversion.py --load CHECKPOINT --hf HF_FOLDER --text "Some text"
+python tools/verify_conversion.py --load CHECKPOINT --hf HF_FOLDER --text "Some text"
 
 Exit code: 0 equal within --tolerance, 1 different, 2 nothing to compare.
 """

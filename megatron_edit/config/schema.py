@@ -247,7 +247,7 @@ class DataConfig:
     )  # fmt: skip
     tokenizer_model: str | None = setting(None, "file or folder of the tokenizer", metavar="PATH")
     vocab_size: int | None = setting(
-        None, "vocabulary of NullTokenizer; with others: rows of the model where they are more than the tokenizer's ids",
+        None, "vocabulary of NullTokenizer; with others: rows of the model, if more than the tokenizer's ids",
         minimum=2,
     )  # fmt: skip
     eod_mask_loss: bool = setting(False, "no loss on the token that follows an end of document")

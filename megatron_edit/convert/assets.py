@@ -111,4 +111,3 @@ def asset_ids(folder: Path, origin: dict[str, Any]) -> dict[str, Any]:
         return {}
     found = {key: getattr(tokenizer, role) for key, role in _ROLES.items()}
     return {key: value for key, value in found.items() if value is not None}
-

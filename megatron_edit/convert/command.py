@@ -56,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
         return one
 
     def layout(one: argparse.ArgumentParser) -> None:
-        one.add_argument("--tensor-model-parallel-size", type=int, default=1, help="for model.yaml; any load can change it")
+        one.add_argument(
+            "--tensor-model-parallel-size", type=int, default=1, help="for model.yaml; a load can change it"
+        )
         one.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="for model.yaml")
         one.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, help="for model.yaml")
 
@@ -64,10 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     layout(one)
     one.add_argument("--max-position-embeddings", type=int, help="use the model for so many tokens at most")
     one = command("megatron-to-hf", _megatron_to_hf, "checkpoint of this program -> Hugging Face folder")
-    one.add_argument("--ckpt-step", type=int, metavar="N", help="iteration; default: the weights of the end, or the last")
+    one.add_argument("--ckpt-step", type=int, metavar="N", help="iteration; default: the newest weights")
     one.add_argument("--replica", type=int, metavar="I", help="local weights of this replica instead of the anchor")
-    one.add_argument("--architecture", metavar="NAME", help="llama, qwen2, qwen3, mistral; default: the first that fits")
-    one.add_argument("--tokenizer-model", type=Path, metavar="PATH", help="tokenizer's file or folder, if not the run's")
+    one.add_argument(
+        "--architecture", metavar="NAME", help="llama, qwen2, qwen3, mistral; default: the first that fits"
+    )
+    one.add_argument("--tokenizer-model", type=Path, metavar="PATH", help="another tokenizer than the run's")
     one.add_argument("--max-shard-size", type=_size, default=MAX_SHARD_BYTES, metavar="5GB")
     one = command("megatron-lm-to-megatron", _megatron_lm, "torch_dist checkpoint of Megatron-LM -> the same")
     layout(one)

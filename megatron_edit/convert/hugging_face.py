@@ -178,9 +178,7 @@ def write_hugging_face(
 Shard = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def _plan(
-    weights: Weights, rows: Iterable[Row], kept: dict[str, torch.dtype], max_shard_bytes: int
-) -> list[Shard]:
+def _plan(weights: Weights, rows: Iterable[Row], kept: dict[str, torch.dtype], max_shard_bytes: int) -> list[Shard]:
     """Which tensor goes into which file, in order; a file is closed before it would exceed the limit."""
     shards: list[Shard] = [{}]
     size = 0

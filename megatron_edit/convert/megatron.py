@@ -104,7 +104,7 @@ def _prefix(folder: Path, content: dict[str, Any], replica: int | None) -> tuple
     """What stands before the names of the wanted tensors, and what these are, in words."""
     if content["scope"] == "weights":
         if replica is not None:
-            raise ConversionError(f"{folder} holds the weights of the last sync only, of no replica: leave --replica out")
+            raise ConversionError(f"{folder} holds weights of no single replica: leave --replica out")
         return MODEL, "weights"
     if replica is None:
         return (shared_key("anchor", ""), "anchor") if content["has_anchor"] else (local_key(0, "param", ""), "weights")

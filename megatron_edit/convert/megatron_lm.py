@@ -222,5 +222,5 @@ def _model(folder: Path, arguments: dict[str, Any], config: Path | None) -> Mode
     settings["rotary_base"] = float(settings.get("rotary_base", 10000.0))
     resolved = resolve(with_values(Config(), {**settings, **given}, "flag"), 1, 1, "cpu").model
     if resolved.kv_channels is None:
-        raise ConversionError(f"{folder}: hidden_size is no multiple of num_attention_heads, and there is no kv_channels")
+        raise ConversionError(f"{folder}: hidden_size is no multiple of num_attention_heads, kv_channels is missing")
     return resolved

@@ -48,6 +48,9 @@ class Same(Transform):
         return (whole,)
 
 
+SAME = Same()
+
+
 class GateOverUp(Transform):
     """Gate and up projection [F, H] on top of each other: [2 F, H]."""
 
@@ -94,7 +97,7 @@ class Row:
 
     ours: str
     theirs: tuple[str, ...]
-    transform: Transform = Same()
+    transform: Transform = SAME
 
     def at(self, layer: str) -> Row:
         """The row of one layer."""

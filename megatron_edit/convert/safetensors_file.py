@@ -37,7 +37,7 @@ class StoredTensor:
     def read(self) -> torch.Tensor:
         """The values. Raises ConversionError for a dtype that is not converted, or when the file has become shorter."""
         tensor = torch.empty(self.shape, dtype=_DTYPES[self.dtype])
-        view = memoryview(tensor.view(-1).view(torch.uint8).numpy()) if self.bytes else memoryview(bytearray())
+        view = _bytes_of(tensor)
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.start)
             done = 0
@@ -105,7 +105,7 @@ class Writer:
         assert next(iter(self._expected)) == name, f"{name} is not the next tensor"
         assert self._expected.pop(name) == (tuple(tensor.shape), tensor.dtype), name
         if tensor.numel():
-            self._file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+            self._file.write(_bytes_of(tensor.contiguous()))
 
     def close(self) -> None:
         """Makes the file durable."""
@@ -117,3 +117,9 @@ class Writer:
     def abandon(self) -> None:
         """Closes the file of a conversion that failed."""
         self._file.close()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    array: Any = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else bytearray()
+    return memoryview(array)

@@ -14,7 +14,7 @@ from megatron_edit.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 
 _SPACE = "▁"  # sentencepiece's mark of a blank
 _PROBES = (
-    "Hello world, 123 times!", "  two  blanks, a\ttab\n\n and lines\r\n", "naïve 你好 ①ﬁ", "x", " ", "def f(x):\n    return x",
+    "Hello world, 123 times!", "  two  blanks, a\ttab\n\n and lines\r\n", "naïve 你好 ①ﬁ", "x", " ",
     "the of and to in is that it was for on are with as his they be at this have from or had by not word but what " * 3,
 )  # fmt: skip
 
@@ -66,12 +66,13 @@ def write_sentencepiece_tokenizer(model_file: Path, folder: Path) -> list[str]:
     )
     prefix = processor.encode("x", out_type=str)[0].startswith(_SPACE)
     normalizers = [tokenizers.normalizers.Replace(" ", _SPACE)]
-    decoders = [tokenizers.decoders.Replace(_SPACE, " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    decode = tokenizers.decoders
+    decoders = [decode.Replace(_SPACE, " "), decode.ByteFallback(), decode.Fuse()]
     if prefix:
         normalizers.insert(0, tokenizers.normalizers.Prepend(_SPACE))
-        decoders.append(tokenizers.decoders.Strip(" ", 1, 0))
+        decoders.append(decode.Strip(" ", 1, 0))
     backend.normalizer = tokenizers.normalizers.Sequence(normalizers)
-    backend.decoder = tokenizers.decoders.Sequence(decoders)
+    backend.decoder = decode.Sequence(decoders)
     ids = {"bos_token": processor.bos_id(), "eos_token": processor.eos_id(), "pad_token": processor.pad_id()}
     marks = {role: processor.id_to_piece(i) for role, i in ids.items() if i >= 0}
     backend.add_special_tokens([

@@ -19,9 +19,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="one prompt a line")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (the default)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the most likely")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K most likely tokens; 0 = all")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the most likely that reach P together")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="only the likeliest that reach P together"
+    )
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts of each prompt")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences at a time")
@@ -51,9 +53,7 @@ def _generate(arguments: argparse.Namespace, started: Started) -> None:
     records = []
     for first in range(0, len(prompts), arguments.batch_size):
         batch = prompts[first : first + arguments.batch_size]
-        new = started.model.generate(
-            batch, arguments.max_new_tokens, sampling, started.stop_ids, first_sequence=first
-        )
+        new = started.model.generate(batch, arguments.max_new_tokens, sampling, started.stop_ids, first_sequence=first)
         for number, (prompt, ids) in enumerate(zip(batch, new, strict=True), first):
             text = texts[number // arguments.num_samples]
             continuation = _continuation(started, prompt, ids)

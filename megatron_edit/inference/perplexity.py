@@ -33,7 +33,7 @@ class Perplexity:
 
 
 def corpus_tokens(prefix: str, split: str, name: str) -> np.ndarray:
-    """Ids of the split `name` ("train", "valid", "test") of one corpus, one document after another. Raises DataError."""
+    """Ids of the split "train", "valid" or "test" of one corpus, document after document. Raises DataError."""
     source = resolve_sources(data_path=[prefix], split=split)[name]
     if source is None:
         raise DataError(f"--split {split} has no share for {name}; 0,100,0 would take all documents for valid")

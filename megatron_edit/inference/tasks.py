@@ -97,7 +97,9 @@ def _numbers(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
         }
         samples = found.get("n-samples", {}).get(task, {}).get("effective")
         results[task] = {**numbers, **({"questions": samples} if samples is not None else {})}
-    subjects = {task: numbers for task, numbers in results.items() if task.startswith("mmlu_") and "questions" in numbers}
+    subjects = {
+        task: numbers for task, numbers in results.items() if task.startswith("mmlu_") and "questions" in numbers
+    }
     if subjects and "mmlu" not in results:  # over all questions, as lm-eval's own group
         count = sum(numbers["questions"] for numbers in subjects.values())
         mean = sum(numbers["acc"] * numbers["questions"] for numbers in subjects.values()) / count
@@ -112,7 +114,7 @@ def _language_model(started: Started, batch_size: int) -> Any:
     model, tokenizer = started.model, started.tokenizer
     longest = started.weights.model.max_position_embeddings or started.weights.model.seq_length
 
-    class LanguageModel(TemplateLM):  # type: ignore[misc]
+    class LanguageModel(TemplateLM):
         @property
         def eot_token_id(self) -> int:
             if tokenizer.eod_id is None:
@@ -126,7 +128,7 @@ def _language_model(started: Started, batch_size: int) -> Any:
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
             return tokenizer.tokenize(string) if add_special_tokens is False else started.encode(string)
 
-        def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **_: Any) -> list[tuple[float, bool]]:
+        def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             rows = [((*context, *answer)[-(longest + 1) :], len(answer)) for _, context, answer in requests]
             return [(sum(scores), all(greedy)) for scores, greedy in _scored(started, rows, batch_size)]
 

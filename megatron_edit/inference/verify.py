@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         description="Logits of a checkpoint against those of transformers.", allow_abbrev=False
     )
     add_flags(parser)
-    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face folder, read by transformers")
+    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face folder for transformers")
     parser.add_argument("--text", default=_TEXT, help="text to compare on")
     parser.add_argument("--text-file", type=Path, metavar="FILE")
     parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of the text")
@@ -65,9 +65,10 @@ def _compare(arguments: argparse.Namespace, started: Started) -> float:
     started.say(f"{len(ids)} tokens, vocabulary {logits.shape[-1]}: logits differ by at most {largest:.3e} "
                 f"(largest logit {reference['logits'].abs().max():.3g})")  # fmt: skip
     if arguments.per_layer or not largest <= arguments.tolerance:
-        for number, difference in sorted((item for stage in gathered for item in stage.items())):
+        for number, difference in sorted(item for stage in gathered for item in stage.items()):
             started.say(f"  layer {number}: {difference:.3e}")
-    started.say("equal" if largest <= arguments.tolerance else f"different: more than --tolerance {arguments.tolerance:g}")
+    verdict = "equal" if largest <= arguments.tolerance else "different"
+    started.say(f"{verdict}, with --tolerance {arguments.tolerance:g}")
     return largest
 
 
