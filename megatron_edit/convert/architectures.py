@@ -66,6 +66,11 @@ class Architecture:
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     always: Mapping[str, bool] = field(default_factory=dict)
 
+    def their_name(self, ours: str) -> str:
+        """Of a tensor that is the same on both sides and in no layer."""
+        ((name,),) = (row.theirs for row in self.rows if row.ours == ours)
+        return name
+
     def rows_of(self, model: ModelConfig, vocab_size: int) -> list[Row]:
         """A row for each tensor of the model, in forward order. Raises ConversionError for one without a place."""
         by_name = {row.ours: row for row in self.rows}

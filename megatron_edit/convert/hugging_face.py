@@ -21,7 +21,7 @@ from megatron_edit.convert.hf_config import CONFIG, read_config, write_config
 from megatron_edit.convert.rows import Row
 from megatron_edit.convert.safetensors_file import StoredTensor, Writer, read_header
 from megatron_edit.convert.weights import Weights, cast
-from megatron_edit.model.names import EMBEDDING
+from megatron_edit.model.names import EMBEDDING, HEAD
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000  # as transformers writes them
@@ -40,7 +40,7 @@ class HuggingFaceWeights(Weights):
         config = read_config(folder, max_position_embeddings)
         self.architecture, self.model = config.architecture, config.model
         stored = _stored_tensors(folder)
-        embedding = self.architecture.rows[0].theirs[0]
+        embedding = self.architecture.their_name(EMBEDDING)
         if embedding not in stored:
             raise ConversionError(f"{folder}: {embedding} is missing")
         self.vocab_size = stored[embedding].shape[0]
@@ -91,7 +91,7 @@ class HuggingFaceWeights(Weights):
 
     def _is_tied_head(self, name: str) -> bool:
         """Some tied models are stored with a head; it must be the embedding's copy."""
-        head, embedding = self.architecture.rows[-1].theirs[0], self.architecture.rows[0].theirs[0]
+        head, embedding = self.architecture.their_name(HEAD), self.architecture.their_name(EMBEDDING)
         if name != head or self.model.untie_embeddings_and_output_weights:
             return False
         copy, original = self._stored[head], self._stored[embedding]

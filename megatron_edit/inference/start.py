@@ -88,7 +88,6 @@ def run(
             print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
         return 2
     dist.barrier()
-    dist.destroy_process_group()
     return 0
 
 
@@ -122,6 +121,8 @@ def _start(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Sta
 
 
 def _initialize_process_group(backend: str, environment: Mapping[str, str]) -> None:
+    if dist.is_initialized():
+        return
     if "RANK" in environment:
         dist.init_process_group(backend, timeout=_TIMEOUT)
     else:  # started without torchrun: one rank

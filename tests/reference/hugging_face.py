@@ -1,9 +1,9 @@
 """Models of transformers with random weights, and their logits: python -m tests.reference.hugging_face FOLDER.
 
 Run as a process of its own, since the CPU platform replaces attributes of torch. FOLDER/models.json names the models:
-{"NAME": {"class": "Llama", "dtype": "float32", "config": {...}, "greedy": true}}. Written are FOLDER/NAME, a Hugging Face
-folder, FOLDER/NAME.logits, a safetensors file with "tokens" int64 [2, 64] and "logits" fp32 [2, 64, V], and, where it is
-asked for, FOLDER/NAME.greedy, the most likely continuation of each of PROMPTS.
+{"NAME": {"class": "Llama", "dtype": "float32", "config": {...}, "greedy": true}}. Written are FOLDER/NAME, a Hugging
+Face folder, FOLDER/NAME.logits, a safetensors file with "tokens" int64 [2, 64] and "logits" fp32 [2, 64, V], and, where
+it is asked for, FOLDER/NAME.greedy, the most likely continuation of each of PROMPTS.
 """
 
 from __future__ import annotations
