@@ -50,7 +50,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any
     change_index(folder, lambda places: places.update(dict.fromkeys(tensors, path.name)))
 
 
-Q, O = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.o_proj.weight"
+QUERY, OUTPUT = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.o_proj.weight"
 SECOND = "model-00002-of-00003.safetensors"
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
@@ -63,7 +63,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ("model.layers.9.x", SECOND, "does not hold it"),
     ),
     "file with a name too many": (
-        lambda f: change_index(f, lambda places: places.pop(O)), (O, "is not in " + INDEX),
+        lambda f: change_index(f, lambda places: places.pop(OUTPUT)), (OUTPUT, "is not in " + INDEX),
     ),
     "damaged index": (lambda f: (f / INDEX).write_text("{"), (INDEX,)),
     "tensor too many": (
@@ -74,13 +74,15 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         lambda f: change_tensors(f, lambda t: t.pop(next(name for name in t if "mlp" in name))), ("mlp", "is missing"),
     ),
     "wrong shape": (
-        lambda f: change_tensors(f, lambda t: t.update({O: torch.ones(64, 63)})), (O, "[64, 63]", "[64, 64]"),
+        lambda f: change_tensors(f, lambda t: t.update({OUTPUT: torch.ones(64, 63)})), (OUTPUT, "[64, 63]", "[64, 64]"),
     ),
     "integers": (
-        lambda f: change_tensors(f, lambda t: t.update({O: torch.ones(64, 64, dtype=torch.int8)})), (O, "I8", "BF16"),
+        lambda f: change_tensors(f, lambda t: t.update({OUTPUT: torch.ones(64, 64, dtype=torch.int8)})),
+        (OUTPUT, "I8", "BF16"),
     ),
     "parts of two dtypes": (
-        lambda f: change_tensors(f, lambda t: t.update({Q: torch.ones(64, 64).bfloat16()})), (Q, "BF16", "one dtype"),
+        lambda f: change_tensors(f, lambda t: t.update({QUERY: torch.ones(64, 64).bfloat16()})),
+        (QUERY, "BF16", "one dtype"),
     ),
     "tied, with another head": (
         lambda f: edit_config(f, tie_word_embeddings=True), ("tie_word_embeddings", "lm_head.weight", "differ"),
@@ -234,7 +236,7 @@ def test_checkpoints(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_value_that_the_dtype_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_folder(tmp_path / "hf")
     weights = load_file(tmp_path / "hf" / "model.safetensors")
-    weights[O][3, 4] = 1e6
+    weights[OUTPUT][3, 4] = 1e6
     save_file(weights, tmp_path / "hf" / "model.safetensors")
     words = ("hf-to-megatron", "--input", tmp_path / "hf", "--output", tmp_path / "out", "--quiet")
     message = refused(capsys, tmp_path, *words, "--dtype", "float16")

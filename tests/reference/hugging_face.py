@@ -58,7 +58,7 @@ def _main(folder: Path) -> None:
         model = getattr(transformers, wanted["class"] + "ForCausalLM")(config).eval()
         with torch.no_grad():
             for parameter in model.parameters():  # no two parts alike, norms and biases too
-                parameter.normal_(0, 0.1) if parameter.dim() > 1 else parameter.normal_(1, 0.3)
+                parameter.normal_(0, 0.06) if parameter.dim() > 1 else parameter.normal_(1, 0.3)
         model = model.to(getattr(torch, wanted.get("dtype", "float32")))
         model.save_pretrained(folder / name, max_shard_size=wanted.get("max_shard_size", "5GB"))
         model = type(model).from_pretrained(folder / name, dtype=torch.float32).eval()  # to() rounds the rotary buffers
