@@ -10,7 +10,7 @@ EXTRAS = {
     # Hugging Face tokenizers and conversion of weights
     "hf": ["transformers>=4.45", "tokenizers>=0.20", "safetensors>=0.4"],
     # benchmark tasks on exported weights
-    "eval": ["lm-eval>=0.4.9"],
+    "eval": ["lm-eval>=0.4.9", "accelerate>=1.0"],  # accelerate: lm-eval's own runner, which a test compares with
     # --tensorboard-dir
     "tensorboard": [TENSORBOARD],
     # --wandb-project
