@@ -236,7 +236,10 @@ def generated(
     return together
 
 
-@pytest.mark.parametrize(("name", "tp", "pp"), [("b38-all", 1, 1), ("b38-all", 2, 2), ("qwen3-bias", 4, 1)])
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"),
+    [("b38-all", 1, 1), ("b38-all", 2, 2), pytest.param("qwen3-bias", 4, 1, marks=pytest.mark.full("one layout more"))],
+)
 def test_greedy_text_is_that_of_transformers(folder: Path, name: str, tp: int, pp: int) -> None:
     expected = json.loads((folder / f"{name}.greedy").read_text())
     assert len(expected) == len(PROMPTS)
@@ -249,7 +252,6 @@ def test_sampled_text_follows_from_the_seed_alone(folder: Path) -> None:
     warm = Sampling(temperature=0.8, top_k=50, top_p=0.95, seed=7)
     one = run_ranks(generated, 1, path, PROMPTS, warm, 1, 1)[0]
     assert all(found == one for found in run_ranks(generated, 2, path, PROMPTS, warm, 2, 1))
-    assert all(found == one for found in run_ranks(generated, 2, path, PROMPTS, warm, 1, 2))
     other = Sampling(temperature=0.8, top_k=50, top_p=0.95, seed=8)
     assert run_ranks(generated, 1, path, PROMPTS, other, 1, 1)[0] != one
     coldest = Sampling(temperature=5.0, top_k=1)
