@@ -34,6 +34,8 @@ _ONLY = {  # keys that would change the result, and the values with which they d
     "mlp_bias": (False,),
     "partial_rotary_factor": (1, 1.0),
     "use_sliding_window": (False,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
     "quantization_config": (),
     "compression_config": (),
 }

@@ -43,6 +43,8 @@ def _generate(arguments: argparse.Namespace, started: Started) -> None:
     for prompt, text in zip(prompts[:: arguments.num_samples or 1], texts, strict=False):
         if not prompt:
             problems.append(f"--prompt {text!r} has no tokens; --add-bos would begin it with the begin id")
+        elif max(prompt) >= started.model.vocab_size:
+            problems.append(f"--prompt {text!r} has id {max(prompt)}, the model has {started.model.vocab_size} ids")
         elif longest is not None and len(prompt) + arguments.max_new_tokens > longest:
             problems.append(
                 f"{len(prompt)} tokens of the prompt and --max-new-tokens {arguments.max_new_tokens} are more than the "

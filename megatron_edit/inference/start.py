@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -163,6 +164,11 @@ def _adds_bos(tokenizer: Tokenizer, folder: Path | None) -> bool:
 
 
 def _stop_ids(tokenizer: Tokenizer, weights: Weights) -> list[int]:
-    named = weights.origin.get("config", {}).get("eos_token_id")
-    ids = named if isinstance(named, list) else [named]
-    return sorted({i for i in (*ids, tokenizer.eod_id) if isinstance(i, int)})
+    """Of the tokenizer, and those that config.json and generation_config.json name: one or a list."""
+    ids: list[Any] = [tokenizer.eod_id]
+    path = weights.assets / "generation_config.json" if weights.assets is not None else None
+    generation = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
+    for config in (weights.origin.get("config", {}), generation):
+        named = config.get("eos_token_id")
+        ids += named if isinstance(named, list) else [named]
+    return sorted({i for i in ids if isinstance(i, int)})

@@ -43,7 +43,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _compare(arguments: argparse.Namespace, started: Started) -> float:
     """Largest absolute difference of the logits, on all ranks."""
-    text = arguments.text_file.read_text(encoding="utf-8") if arguments.text_file else arguments.text
+    try:
+        text = arguments.text_file.read_text(encoding="utf-8") if arguments.text_file else arguments.text
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"--text-file {arguments.text_file} cannot be read: {error}"]) from None
     ids = started.encode(text)[: arguments.max_tokens]
     if not ids:
         raise ConfigError(["the text has no tokens"])

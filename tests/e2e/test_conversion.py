@@ -249,3 +249,30 @@ assert not torch.cuda.is_available() or not torch.cuda.is_initialized()
 """
     run_python("-c", script, str(tmp_path))
     assert (tmp_path / "back" / "model.safetensors").exists()
+
+
+def test_what_the_tools_of_inference_cannot_do_is_named(tmp_path: Path) -> None:
+    from megatron_edit.convert.tokenizer_json import write_byte_tokenizer
+
+    write_folder(tmp_path / "hf")
+    here = ("--load", tmp_path / "hf")
+
+    def message(main: Callable[[Sequence[str]], int], *words: Any) -> str:
+        ((code, printed),) = run_ranks(_run_tool, 1, main, [str(word) for word in words])
+        assert code == 2 and "Traceback" not in printed, printed
+        return printed
+
+    assert "--tokenizer-type" in message(generate, *here, "--prompt", "x")
+    write_byte_tokenizer(tmp_path / "hf")
+    assert "no --prompt" in message(generate, *here)
+    assert "has no tokens" in message(generate, *here, "--prompt", "", "--no-add-bos")
+    assert "54 new ones would work" in message(generate, *here, "--prompt", "0123456789")  # 64 positions, 64 new
+    assert "--top-p 2.0" in message(generate, *here, "--prompt", "x", "--max-new-tokens", 5, "--top-p", 2)
+    assert "torchrun --nproc-per-node 4" in message(generate, *here, "--prompt", "x", "--tensor-model-parallel-size", 4)
+    assert "no iterations" in message(generate, *here, "--prompt", "x", "--ckpt-step", 4)
+    assert "not a folder" in message(generate, "--load", tmp_path / "no", "--prompt", "x")
+    assert "--dtype float23" in message(generate, *here, "--prompt", "x", "--dtype", "float23")
+    assert "nothing to evaluate" in message(evaluate, *here)
+    assert "64 positions" in message(evaluate, *here, "--text-file", __file__, "--seq-length", 65)
+    assert "no.txt" in message(evaluate, *here, "--text-file", tmp_path / "no.txt")
+    assert "transformers cannot run" in message(verify, *here, "--hf", tmp_path / "no")

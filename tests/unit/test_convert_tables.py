@@ -18,7 +18,7 @@ from megatron_edit.convert.hf_config import read_config, write_config
 from megatron_edit.convert.rows import FusedQKV, GateOverUp
 from megatron_edit.convert.safetensors_file import Writer, read_header
 from megatron_edit.model.rope import rotary_inverse_frequencies
-from megatron_edit.model.sharding import full_parameter_shapes
+from megatron_edit.model.sharding import full_parameter_shapes, parameter_count
 
 TINY = ModelConfig(
     num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=2, kv_channels=8,
@@ -138,6 +138,65 @@ def test_b38_settings_come_back_from_config_json(data: st.DataObject, tmp_path_f
     found = read_config(folder)
     assert found.architecture is entry and found.vocab_size == 259
     assert asdict(found.model) == asdict(model)
+
+
+# config.json of public models as far as it matters, and the parameters that their cards name
+PUBLIC: dict[str, tuple[int, dict[str, object]]] = {
+    "Llama-2-7b": (6_738_415_616, {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "pretraining_tp": 1, "rope_scaling": None, "tie_word_embeddings": False,
+    }),
+    "Llama-3.1-8B": (8_030_261_248, {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+        "rope_theta": 500000.0, "mlp_bias": False, "attention_bias": False, "eos_token_id": [128001, 128008, 128009],
+        "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    }),
+    "Llama-3.2-1B": (1_235_814_400, {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True,
+        "rope_theta": 500000.0, "max_position_embeddings": 131072,
+        "rope_scaling": {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    }),
+    "Mistral-7B-v0.3": (7_248_023_552, {
+        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32768, "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0, "sliding_window": None,
+    }),
+    "Qwen2.5-0.5B": (494_032_768, {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+        "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 24, "rope_theta": 1000000.0,
+        "max_position_embeddings": 131072, "use_mrope": False,
+    }),
+    "Qwen3-0.6B": (596_049_920, {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "tie_word_embeddings": True, "attention_bias": False, "use_sliding_window": False, "sliding_window": None,
+        "rope_theta": 1000000, "rope_scaling": None, "max_position_embeddings": 40960,
+    }),
+    "SmolLM2-135M": (134_515_008, {
+        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+        "rope_theta": 100000, "rope_interleaved": False, "max_position_embeddings": 8192,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_models_are_understood_and_fit_common_layouts(name: str, tmp_path: Path) -> None:
+    parameters, config = PUBLIC[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_config(tmp_path)
+    assert found.vocab_size is not None
+    assert parameter_count(found.model, found.vocab_size) == parameters
+    back = write_config(found.architecture, found.model, found.vocab_size, "bfloat16", {})
+    for key, value in config.items():
+        if key in back and value is not None and key != "sliding_window":
+            assert back[key] == value, key
 
 
 def test_the_architecture_follows_from_the_model() -> None:
