@@ -8,7 +8,6 @@ processes first, which outlive a rank that is killed.
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 import os
 import warnings
@@ -34,7 +33,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from megatron_edit.checkpoint.errors import CheckpointError, SaveError
 from megatron_edit.checkpoint.manifest import FileEntry, describe_file
@@ -99,7 +100,7 @@ def write_whole_tensors(
     planner = _ProducingPlanner(produce)
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in tensors.items()}
     try:
-        with _without_warnings():
+        with _without_warnings(), _without_crc32():
             dcp.save(empty, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as failure:
         raise next(iter(failure.failures.values()))[0] from failure
@@ -205,8 +206,8 @@ class TensorReader:
         path = self.folder / info.relative_path
         try:
             with open(path, "rb") as file:
-                file.seek(info.offset)
-                part = torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
+                view = cast(IO[bytes], _create_file_view(file, info.offset, info.length))  # read without a copy
+                part = torch.load(view, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged archive raises whatever it likes
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         assert isinstance(part, torch.Tensor)
@@ -341,6 +342,17 @@ def _causes(failure: CheckpointException) -> str:
     """The first failing rank's own words."""
     rank, (error, _) = next(iter(sorted(failure.failures.items())))
     return f"rank {rank}: {type(error).__name__}: {error}"
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """torch.save's own checksums, which nothing reads, cost as much as the SHA-256 of the manifest."""
+    computed = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(computed)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from megatron_edit.convert.folder import check_output, new_folder
 from megatron_edit.convert.hf_config import CONFIG, read_config, write_config
 from megatron_edit.convert.rows import Row
 from megatron_edit.convert.safetensors_file import StoredTensor, Writer, read_header
-from megatron_edit.convert.weights import Weights, cast
+from megatron_edit.convert.weights import Weights, cast, verified
 from megatron_edit.model.names import EMBEDDING, HEAD
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -164,8 +164,7 @@ def write_hugging_face(
     rows = entry.rows_of(weights.model, weights.vocab_size)
     kept = {row.ours: dtype or weights.dtype(row.ours) for row in rows}
     shards = _plan(weights, rows, kept, max_shard_bytes)
-    weights.verify()
-    with new_folder(output) as folder:
+    with new_folder(output) as folder, verified(weights):
         notes = write_assets(weights, folder, tokenizer)
         name = str(kept[EMBEDDING]).removeprefix("torch.")
         config = write_config(entry, weights.model, weights.vocab_size, name, asset_ids(folder, weights.origin))

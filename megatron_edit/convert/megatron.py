@@ -25,7 +25,7 @@ from megatron_edit.convert.assets import copy_assets, tokenizer_settings
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.folder import check_output, new_folder
 from megatron_edit.convert.hugging_face import Written
-from megatron_edit.convert.weights import Weights, cast
+from megatron_edit.convert.weights import Weights, cast, verified
 
 SETTINGS_FILE = "model.yaml"  # beside a converted checkpoint: --config for training
 ASSETS = "tokenizer"  # folder of the tokenizer's files in it
@@ -152,14 +152,13 @@ def write_megatron(
     check_output(output, overwrite, weights.folder)
     kept = {name: dtype or weights.dtype(name) for name in weights.shapes}
     tensors = {MODEL + name: (shape, kept[name]) for name, shape in weights.shapes.items()}
-    weights.verify()
 
     def produce(key: str) -> torch.Tensor:
         name = key.removeprefix(MODEL)
         progress(name)
         return cast(name, weights.read(name), kept[name])
 
-    with new_folder(output) as folder:
+    with new_folder(output) as folder, verified(weights):
         files = write_whole_tensors(folder, tensors, produce, _FILE_BYTES)
         copied = copy_assets(weights, folder / ASSETS)
         settings, tokenizer, notes = tokenizer_settings(folder / ASSETS, output / ASSETS, weights)

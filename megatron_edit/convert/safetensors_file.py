@@ -1,4 +1,4 @@
-"""safetensors files, one tensor at a time: a tensor is read into memory of its own, and written as it comes.
+"""safetensors files, one tensor at a time: each is mapped when it is read, and written as it comes.
 
 The library maps a whole file into memory when it reads and wants all tensors at once when it writes. The format: an
 unsigned 64-bit little-endian length, a JSON header of that many bytes that gives each tensor's dtype, shape and place
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,18 +36,18 @@ class StoredTensor:
     bytes: int
 
     def read(self) -> torch.Tensor:
-        """The values. Raises ConversionError for a dtype that is not converted, or when the file has become shorter."""
-        tensor = torch.empty(self.shape, dtype=_DTYPES[self.dtype])
-        view = _bytes_of(tensor)
-        with open(self.path, "rb", buffering=0) as file:
-            file.seek(self.start)
-            done = 0
-            while done < self.bytes:
-                count = file.readinto(view[done:])
-                if not count:
-                    raise ConversionError(f"{self.path} ends after {self.start + done} bytes")
-                done += count
-        return tensor
+        """The values: mapped from the file, and let go with the tensor; writing to them does not reach the file."""
+        dtype = _DTYPES[self.dtype]
+        if not self.bytes:
+            return torch.empty(self.shape, dtype=dtype)
+        first = self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        with open(self.path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), self.start + self.bytes - first, offset=first, access=mmap.ACCESS_COPY)
+        values: Any = mapped
+        place = self.start - first
+        if place % dtype.itemsize:  # a header of odd length
+            values, place = bytearray(mapped[place:]), 0
+        return torch.frombuffer(values, dtype=dtype, offset=place).view(self.shape)
 
     @property
     def torch_dtype(self) -> torch.dtype | None:

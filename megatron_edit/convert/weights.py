@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,7 @@ class Weights(ABC):
 
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, of a memory of its own."""
+        """The whole tensor; it may be mapped from a file."""
 
     def verify(self) -> None:  # noqa: B027  most formats have no checksums
         """Reads what has checksums and compares them. Raises CheckpointError."""
@@ -48,6 +51,15 @@ class Weights(ABC):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every tensor by canonical name, in forward order."""
         return full_parameter_shapes(self.model, self.vocab_size)
+
+
+@contextmanager
+def verified(weights: Weights) -> Iterator[None]:
+    """Verifies `weights` while the block runs; raises at its end what is wrong with them."""
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        outcome = threads.submit(weights.verify)
+        yield
+        outcome.result()
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
