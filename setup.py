@@ -13,7 +13,7 @@ EXTRAS = {
     # preprocessing of .parquet and .zst files
     "data": DATA,
     # benchmark tasks on exported weights
-    "eval": ["lm-eval>=0.4.9"],
+    "eval": ["lm-eval>=0.4.9", "accelerate>=1.0"],  # accelerate: lm-eval's own runner, which a test compares with
     # --tensorboard-dir
     "tensorboard": [TENSORBOARD],
     # --wandb-project

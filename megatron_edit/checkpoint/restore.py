@@ -33,12 +33,15 @@ from megatron_edit.checkpoint.training_state import (
     set_random_states,
     shared_key,
 )
+from megatron_edit.config.settings import SETTINGS
 from megatron_edit.model.sharding import is_vocabulary
 from megatron_edit.sync.trigger import WarmupError
 
 _SHOWN = 12  # differences that are listed
-_GEOMETRY = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-             "untie_embeddings_and_output_weights", "add_qkv_bias")  # fmt: skip
+_GEOMETRY = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "untie_embeddings_and_output_weights", "add_qkv_bias", "add_attention_output_bias", "qk_layernorm",
+)  # fmt: skip
 _MAY_CHANGE = ("make_vocab_size_divisible_by", "transformer_impl", "model_size", "init_method_std")
 
 
@@ -264,9 +267,9 @@ def _differences(state: TrainingState, candidate: Candidate, weights_only: bool)
     saved, stored = candidate.manifest.content, stored_tensors(candidate.folder)
     own = asdict(state.model)
     differences = [
-        f"{name}: expected {own[name]}, found {saved['model'].get(name)}"
+        f"{name}: expected {own[name]}, found {found}"
         for name in _GEOMETRY
-        if own[name] != saved["model"].get(name)
+        if own[name] != (found := saved["model"].get(name, SETTINGS[name].default))  # of before the setting was there
     ]
     if saved["vocab_size"] != state.vocab_size:
         differences.append(f"vocabulary: expected {state.vocab_size}, found {saved['vocab_size']}")

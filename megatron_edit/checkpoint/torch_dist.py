@@ -11,8 +11,8 @@ import hashlib
 import math
 import os
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +30,12 @@ from megatron.core.dist_checkpointing.strategies.checkpointable import (
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner, MCoreSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from megatron_edit.checkpoint.errors import CheckpointError, SaveError
 from megatron_edit.checkpoint.manifest import FileEntry, describe_file
@@ -80,15 +82,38 @@ def write_tensors(
         )
     except CheckpointException as failure:
         raise SaveError(_causes(failure)) from failure
-    files = writer.files
-    if dist.get_rank(group) == 0:
-        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-        torch.save({}, folder / "common.pt")
-        for name in _MEGATRON_FILES:
-            with open(folder / name, "rb") as file:
-                os.fsync(file.fileno())
-        files |= {name: describe_file(folder / name) for name in (METADATA, *_MEGATRON_FILES)}
-    return files
+    return writer.files | (_write_megatron_files(folder) if dist.get_rank(group) == 0 else {})
+
+
+def write_whole_tensors(
+    folder: Path,
+    tensors: Mapping[str, tuple[Shape, torch.dtype]],
+    produce: Callable[[str], torch.Tensor],
+    file_bytes: float,
+) -> dict[str, FileEntry]:
+    """Writes whole tensors into `folder`, durably, by this process alone; returns the files.
+
+    `produce` is called once for each name, in order, and its tensor is forgotten before the next. Raises what
+    `produce` raises, and OSError.
+    """
+    writer = _StreamingWriter(folder, {name: shape for name, (shape, _) in tensors.items()}, file_bytes)
+    planner = _ProducingPlanner(produce)
+    empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in tensors.items()}
+    try:
+        with _without_warnings(), _without_crc32():
+            dcp.save(empty, storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointException as failure:
+        raise next(iter(failure.failures.values()))[0] from failure
+    return writer.files | _write_megatron_files(folder)
+
+
+def _write_megatron_files(folder: Path) -> dict[str, FileEntry]:
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    torch.save({}, folder / "common.pt")
+    for name in _MEGATRON_FILES:
+        with open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
+    return {name: describe_file(folder / name) for name in (METADATA, *_MEGATRON_FILES)}
 
 
 def read_tensors(folder: Path, tensors: Iterable[ShardedTensor], group: dist.ProcessGroup | None) -> None:
@@ -120,11 +145,7 @@ def read_whole_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Te
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint in `folder`. Raises CheckpointError when the index cannot be read."""
-    try:
-        metadata = dcp.FileSystemReader(folder).read_metadata()
-    except Exception as error:  # a damaged pickle raises whatever it likes
-        raise CheckpointError(f"{folder / METADATA} cannot be read: {error!r}") from error
-    return _stored(metadata)
+    return TensorReader(folder).stored
 
 
 def _stored(metadata: Metadata) -> dict[str, StoredTensor]:
@@ -135,6 +156,74 @@ def _stored(metadata: Metadata) -> dict[str, StoredTensor]:
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
+
+
+class TensorReader:
+    """Whole tensors of one checkpoint, one after another, by this process alone; the index is read once.
+
+    Raises CheckpointError when the index cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self._metadata = dcp.FileSystemReader(folder).read_metadata()
+        except Exception as error:  # a damaged pickle raises whatever it likes
+            raise CheckpointError(f"{folder / METADATA} cannot be read: {error!r}") from error
+        self.stored = _stored(self._metadata)
+
+    def files_of(self, names: Iterable[str]) -> set[str]:
+        """Names of the files that hold these tensors."""
+        wanted = set(names)
+        return {info.relative_path for index, info in self._metadata.storage_data.items() if index.fqn in wanted}
+
+    def read(self, name: str, row: int | None = None) -> torch.Tensor:
+        """The tensor on the CPU, in its stored dtype; `row`: its part at this place of the first dim, of which only
+        the pieces are read. Raises CheckpointError."""
+        entry = self._metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        first, size = (0, list(entry.size)) if row is None else (row, [1, *entry.size[1:]])
+        whole: torch.Tensor | None = None
+        for chunk in entry.chunks:
+            if row is not None and not chunk.offsets[0] <= row < chunk.offsets[0] + chunk.sizes[0]:
+                continue
+            part = self._read_part(self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]).view(chunk.sizes)
+            offsets = list(chunk.offsets)
+            if row is not None:
+                part, offsets[0] = part[row - chunk.offsets[0]][None], row
+            if list(part.shape) == size:
+                whole = part
+                break
+            if whole is None:
+                whole = torch.empty(size, dtype=entry.properties.dtype)
+            offsets[0] -= first
+            place = tuple(slice(at, at + count) for at, count in zip(offsets, part.shape, strict=True))
+            whole[place] = part
+        assert whole is not None, name
+        return whole if row is None else whole[0]
+
+    def _read_part(self, info: _StorageInfo) -> torch.Tensor:
+        path = self.folder / info.relative_path
+        try:
+            with open(path, "rb") as file:
+                view = cast(IO[bytes], _create_file_view(file, info.offset, info.length))  # read without a copy
+                part = torch.load(view, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged archive raises whatever it likes
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        assert isinstance(part, torch.Tensor)
+        return part
+
+
+class _ProducingPlanner(dcp.DefaultSavePlanner):
+    """Plans with empty tensors; the values come when they are written."""
+
+    def __init__(self, produce: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._produce = produce
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The values of one whole tensor."""
+        return self._produce(write_item.index.fqn)
 
 
 def whole_tensor(key: str, data: torch.Tensor) -> ShardedTensor:
@@ -152,26 +241,32 @@ def block_of(
 
 
 class _StreamingWriter(dcp.FileSystemWriter):
-    """torch's writer with one open file a rank, one tensor in flight, and a checksum of what was written."""
+    """torch's writer with one open file a rank, one tensor in flight, and a checksum of what was written.
 
-    def __init__(self, folder: Path, expected: Mapping[str, Shape]) -> None:
+    A file that has reached `file_bytes` is followed by another.
+    """
+
+    def __init__(self, folder: Path, expected: Mapping[str, Shape], file_bytes: float = math.inf) -> None:
         super().__init__(folder)
         self.folder = folder
         self._expected = expected
+        self._file_bytes = file_bytes
         self.files: dict[str, FileEntry] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items in the order of the plan."""
         results: list[WriteResult] = []
-        name = f"{plan.storage_data.prefix}0.distcp"
-        if plan.items:
+        items = deque(plan.items)
+        while items:
+            name = f"{plan.storage_data.prefix}{len(self.files)}.distcp"
             with open(self.folder / name, "wb") as file:
                 stream = _HashingStream(file)
-                for item in plan.items:
-                    start = stream.size
+                while items and stream.size < self._file_bytes:
+                    item, start = items.popleft(), stream.size
                     data = planner.resolve_data(item)
                     assert isinstance(data, torch.Tensor), "everything is stored as tensors"
                     stream.save(_alone(data.detach()))
+                    del data  # before the next one is made
                     length = stream.size - start
                     results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
                 file.flush()
@@ -247,6 +342,17 @@ def _causes(failure: CheckpointException) -> str:
     """The first failing rank's own words."""
     rank, (error, _) = next(iter(sorted(failure.failures.items())))
     return f"rank {rank}: {type(error).__name__}: {error}"
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """torch.save's own checksums, which nothing reads, cost as much as the SHA-256 of the manifest."""
+    computed = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(computed)
 
 
 @contextmanager

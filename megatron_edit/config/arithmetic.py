@@ -16,6 +16,7 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> int:
     attention = hidden * (query + 2 * key_value) + query * hidden
     if model.add_qkv_bias:
         attention += query + 2 * key_value
+    attention += model.add_attention_output_bias * hidden + model.qk_layernorm * 2 * model.kv_channels
     mlp = 3 * hidden * model.ffn_hidden_size  # gate, up, down
     norms = 2 * hidden
     embeddings = vocab_size * hidden * (2 if model.untie_embeddings_and_output_weights else 1)

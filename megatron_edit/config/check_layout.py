@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_edit.config.derive import batch_plan, model_ranks
-from megatron_edit.config.schema import Config
+from megatron_edit.config.schema import Config, ModelConfig
 from megatron_edit.config.settings import is_given
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
@@ -169,15 +169,14 @@ def check_model(config: Config) -> Iterator[str]:
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: "
             f"{nearest_divisors(heads, groups)} groups would work"
         )
-    for flag, number in (("--num-attention-heads", heads), ("--num-query-groups", groups)):
-        if number % tp:
-            why = "" if number == heads else " (key/value heads are not replicated)"
-            largest = max(d for d in divisors(math.gcd(heads, groups)) if d < tp)
-            yield (
-                f"{flag} {number} cannot be split over {TP} {tp}{why}: the largest tensor parallel size that "
-                f"works is {largest}"
-            )
-            break
+    if not _heads_fit(model, tp):
+        flag, number = ("--num-attention-heads", heads) if heads % tp else ("--num-query-groups", groups)
+        why = "" if heads % tp else " (neither number divides the other)"
+        largest = max(d for d in divisors(heads) if d < tp and _heads_fit(model, d))
+        yield (
+            f"{flag} {number} cannot be split over {TP} {tp}{why}: the largest tensor parallel size that "
+            f"works is {largest}"
+        )
     if ffn % tp:
         works = nearest_multiples(ffn, tp)
         yield f"--ffn-hidden-size {ffn} is not divisible by {TP} {tp}: {works} would work"
@@ -197,9 +196,23 @@ def check_model(config: Config) -> Iterator[str]:
             f"--seq-length {model.seq_length} is above --max-position-embeddings "
             f"{model.max_position_embeddings}: raise the latter or shorten the samples"
         )
+    if model.add_attention_output_bias and model.transformer_impl == "transformer_engine":
+        yield "--add-attention-output-bias is built for --transformer-impl local only"
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
     if model.rope_scaling_type == "llama3" and low >= high:
         yield (
             f"--rope-scaling-low-freq-factor {low:g} must be below --rope-scaling-high-freq-factor "
             f"{high:g}: Llama 3 uses 1 and 4"
         )
+
+
+def _heads_fit(model: ModelConfig, tp: int) -> bool:
+    """Whole query heads on every rank, and whole groups or, with more ranks than groups, equal parts of one."""
+    groups = model.num_query_groups
+    assert groups is not None
+    if model.num_attention_heads % tp:
+        return False
+    if groups % tp == 0:
+        return True
+    # more ranks than groups: ranks of a group share its rows of the fused projection
+    return tp % groups == 0 and (2 * (model.kv_channels or 0)) % (tp // groups) == 0

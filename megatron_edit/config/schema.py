@@ -78,6 +78,8 @@ class ModelConfig:
         False, "give the output head its own matrix instead of the embedding's"
     )
     add_qkv_bias: bool = setting(False, "bias on the query, key and value projections")
+    add_attention_output_bias: bool = setting(False, "bias on the projection that follows the attention")
+    qk_layernorm: bool = setting(False, "RMSNorm on each head's query and key before the rotary embedding, as in Qwen3")
     attention_dropout: float = setting(0.0, "dropout probability on attention weights", minimum=0, below=1)
     hidden_dropout: float = setting(0.0, "dropout probability on the residual branches", minimum=0, below=1)
     init_method_std: float = setting(0.02, "standard deviation of the initial weights", minimum=0)
@@ -308,7 +310,10 @@ class DataConfig:
                  "HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"),
     )  # fmt: skip
     tokenizer_model: str | None = setting(None, "file or folder of the tokenizer", metavar="PATH")
-    vocab_size: int | None = setting(None, "vocabulary of NullTokenizer", minimum=2)
+    vocab_size: int | None = setting(
+        None, "vocabulary of NullTokenizer; with others: rows of the model, if more than the tokenizer's ids",
+        minimum=2,
+    )  # fmt: skip
     eod_mask_loss: bool = setting(False, "no loss on the token that follows an end of document")
     reset_position_ids: bool = setting(False, "count positions from 0 again after an end of document")
     reset_attention_mask: bool = setting(False, "no attention to the documents before in a sample")

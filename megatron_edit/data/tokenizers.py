@@ -282,6 +282,9 @@ def build_tokenizer(
         tokenizer = SentencePieceTokenizer(str(tokenizer_model))
     else:
         tokenizer = HuggingFaceTokenizer(str(tokenizer_model))
-    if vocab_size is not None and vocab_size != tokenizer.vocab_size:
-        raise DataError(f"--vocab-size {vocab_size} is not the tokenizer's {tokenizer.vocab_size}: leave the flag out")
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        raise DataError(
+            f"--vocab-size {vocab_size} is below the tokenizer's {tokenizer.vocab_size}: leave the flag out, or give "
+            "more for a model with rows that no token uses"
+        )
     return tokenizer

@@ -7,12 +7,13 @@ rank, R = N / G query heads of a group, D size of a head, H hidden size.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
@@ -88,18 +89,41 @@ class SDPACoreAttention(nn.Module):
         return get_cuda_rng_tracker().fork()
 
 
+class LayerCache(Protocol):
+    """Keys and values of earlier positions of one layer, for generation (`inference.cache`)."""
+
+    def rotary_angles(self, count: int) -> Tensor:
+        """Angles of the `count` new positions, fp32 [S, B or 1, 1, D]."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Takes up the new keys and values [S, B, G, D]; the new queries [S, B, N, D] attend to all -> [S, B, N D]."""
+
+
 class RotarySelfAttention(SelfAttention):
     """megatron-core's self attention with the steps between the QKV projection and the core fused into one.
 
-    Parameters, names and checkpoint layout are the parent's; only the forward pass of training and evaluation
-    is ours. Generation with a key/value cache is not built here.
+    Parameters, names and checkpoint layout are the parent's; only the forward pass is ours. With more tensor parallel
+    ranks than query groups the ranks of a group share its rows of the projection, and compute its key and value each.
+    `cache`: set while a model generates, None otherwise. `add_output_bias`: a bias on `linear_proj`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        assert self.config.num_query_groups % self.world_size == 0, (
-            f"{self.config.num_query_groups} query groups do not divide over {self.world_size} ranks"
-        )
+    def __init__(self, config: TransformerConfig, submodules: Any, *args: Any, add_output_bias: bool, **kwargs: Any):
+        super().__init__(config, submodules, *args, **kwargs)
+        self.cache: LayerCache | None = None
+        if add_output_bias:  # the parent has one flag for this bias and those of the MLP
+            self.linear_proj = build_module(
+                submodules.linear_proj,
+                self.query_projection_size,
+                config.hidden_size,
+                config=config,
+                init_method=config.output_layer_init_method,
+                bias=True,
+                input_is_parallel=True,
+                skip_bias_add=True,
+                is_expert=False,
+                tp_comm_buffer_name="proj",
+                tp_group=self.pg_collection.tp,
+            )
 
     def forward(
         self,
@@ -118,18 +142,39 @@ class RotarySelfAttention(SelfAttention):
         assert inference_context is None and packed_seq_params is None
         assert rotary_pos_emb is not None
         mixed, _bias = self.linear_qkv(hidden_states)  # [S, B, G (R+2) D]
-        groups, head_size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        mixed = mixed.view(*mixed.shape[:2], groups, -1, head_size)  # [S, B, G, R+2, D]
-        angles = rotary_pos_emb[..., None, : head_size // 2]  # [S, 1 or B, 1, 1, D/2]
+        mixed = self._heads_of_groups(mixed)  # [S, B, G, R+2, D]
+        if self.config.qk_layernorm:
+            query, key = self.q_layernorm(mixed[..., :-2, :]), self.k_layernorm(mixed[..., -2:-1, :])
+            mixed = torch.cat((query, key, mixed[..., -1:, :]), dim=-2)
+        if self.cache is not None:
+            rotary_pos_emb = self.cache.rotary_angles(mixed.shape[0])
+        angles = rotary_pos_emb[..., None, : mixed.shape[-1] // 2]  # [S, 1 or B, 1, 1, D/2]
         cosine, sine = angles.cos().to(mixed.dtype), angles.sin().to(mixed.dtype)
         query, key, value = _SplitAndRotate.apply(mixed, cosine, sine)
-        if self.checkpoint_core_attention and self.training:
+        if self.cache is not None:
+            out = self.cache.attend(query, key, value)
+        elif self.checkpoint_core_attention and self.training:
             out = self._checkpointed_attention_forward(
                 query, key, value, attention_mask, attn_mask_type=self.attn_mask_type
             )
         else:
             out = self.core_attention(query, key, value, attention_mask)  # [S, B, N D]
         return self.linear_proj(out)
+
+    def _heads_of_groups(self, mixed: Tensor) -> Tensor:
+        """This rank's columns of the projection -> [S, B, G, R+2, D]: its groups' queries, key and value."""
+        groups, head_size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        all_groups = self.config.num_query_groups
+        if all_groups >= self.world_size:
+            return mixed.view(*mixed.shape[:2], groups, -1, head_size)
+        mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, self.pg_collection.tp)
+        mixed = mixed.view(*mixed.shape[:2], all_groups, -1, head_size)
+        sharers = self.world_size // all_groups  # ranks of a group, each with its part of the query heads
+        group, part = divmod(self.pg_collection.tp.rank(), sharers)
+        heads = (mixed.shape[3] - 2) // sharers
+        mixed = mixed[:, :, group : group + 1]
+        queries, key_value = mixed[..., part * heads : (part + 1) * heads, :], mixed[..., -2:, :]
+        return torch.cat((queries, key_value), dim=-2)
 
 
 class _SplitAndRotate(torch.autograd.Function):

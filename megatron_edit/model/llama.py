@@ -62,6 +62,7 @@ def transformer_config(
         activation_func=functional.silu,
         add_bias_linear=False,
         add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
         attention_dropout=model.attention_dropout,
         hidden_dropout=model.hidden_dropout,
         # layout

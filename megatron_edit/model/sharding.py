@@ -63,7 +63,12 @@ def full_parameter_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tupl
         shapes[prefix + "self_attention.linear_qkv.weight"] = (qkv_size, hidden)
         if model.add_qkv_bias:
             shapes[prefix + "self_attention.linear_qkv.bias"] = (qkv_size,)
+        if model.qk_layernorm:
+            shapes[prefix + "self_attention.q_layernorm.weight"] = (model.kv_channels,)
+            shapes[prefix + "self_attention.k_layernorm.weight"] = (model.kv_channels,)
         shapes[prefix + "self_attention.linear_proj.weight"] = (hidden, query_size)
+        if model.add_attention_output_bias:
+            shapes[prefix + "self_attention.linear_proj.bias"] = (hidden,)
         shapes[prefix + "pre_mlp_layernorm.weight"] = (hidden,)
         shapes[prefix + "mlp.linear_fc1.weight"] = (2 * ffn, hidden)
         shapes[prefix + "mlp.linear_fc2.weight"] = (hidden, ffn)
@@ -76,13 +81,15 @@ def full_parameter_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tupl
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:
     """Parameters of the whole model, each counted once and without vocabulary padding.
 
-    V H (2 V H untied) + L (H (N + 2 G) D + H N D + 3 H F + 2 H, and (N + 2 G) D with a QKV bias) + H.
+    V H (2 V H untied) + L (H (N + 2 G) D + H N D + 3 H F + 2 H, and (N + 2 G) D with a QKV bias, H with an output
+    bias, 2 D with norms of queries and keys) + H.
     """
     assert model.ffn_hidden_size and model.num_query_groups and model.kv_channels, "resolve the config first"
     hidden = model.hidden_size
     query_size = model.num_attention_heads * model.kv_channels
     qkv_size = query_size + 2 * model.num_query_groups * model.kv_channels
     layer = hidden * (qkv_size + query_size + 3 * model.ffn_hidden_size + 2) + model.add_qkv_bias * qkv_size
+    layer += model.add_attention_output_bias * hidden + model.qk_layernorm * 2 * model.kv_channels
     matrices = 2 if model.untie_embeddings_and_output_weights else 1
     return matrices * vocab_size * hidden + model.num_layers * layer + hidden
 
@@ -110,8 +117,8 @@ def local_parameter_count(chunks: Sequence[nn.Module], vocab_size: int, tp_group
 def tensor_parallel_slice(full: Tensor, name: str, model: ModelConfig, tp_rank: int, tp_size: int) -> Tensor:
     """Shard of the full tensor on one tensor parallel rank.
 
-    The fused QKV is ordered by query group, so ranks hold contiguous groups; vocabulary rows are padded with
-    zeros.
+    The fused QKV is ordered by query group, so ranks hold contiguous groups, or with more ranks than groups equal
+    parts of one; vocabulary rows are padded with zeros.
     """
     dim = partition_dim(name)
     if dim is None:

@@ -28,18 +28,22 @@ def block_spec(model: ModelConfig, num_layers: int) -> TransformerBlockSubmodule
         check_transformer_engine(model.transformer_impl)
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer = get_gpt_layer_with_transformer_engine_spec()
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
-    return TransformerBlockSubmodules(layer_specs=[_local_layer()] * num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[_local_layer(model)] * num_layers, layer_norm=RMSNorm)
 
 
-def _local_layer() -> ModuleSpec:
+def _local_layer(model: ModelConfig) -> ModuleSpec:
     """megatron-core's local layer with our norm, attention and activation; its linear layers stay."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = RMSNorm
     parts.pre_mlp_layernorm = RMSNorm
     parts.self_attention.module = RotarySelfAttention
+    parts.self_attention.params["add_output_bias"] = model.add_attention_output_bias
+    if model.qk_layernorm:
+        parts.self_attention.submodules.q_layernorm = RMSNorm
+        parts.self_attention.submodules.k_layernorm = RMSNorm
     parts.self_attention.submodules.core_attention = SDPACoreAttention
     parts.mlp.submodules.activation_func = SwiGLU  # taken when config.use_te_activation_func says so
     return layer

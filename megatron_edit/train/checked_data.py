@@ -19,6 +19,7 @@ class CheckedData:
     sources: dict[str, SplitSource | None] | None
     splits: tuple[str, ...]  # those that will be read: "train", "valid", "test"
     notes: list[str]
+    vocab_size: int  # rows of the model: the tokenizer's ids, or --vocab-size where that is more
 
 
 def document_ends(data: DataConfig) -> DocumentEnds:
@@ -35,10 +36,11 @@ def check_data(config: Config) -> CheckedData:
     data, evaluation = config.data, config.evaluation
     assert data.tokenizer_type is not None, "the checks ask for it"
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
+    vocab_size = max(tokenizer.vocab_size, data.vocab_size or 0)
     evaluates = evaluation.eval_iters > 0 and (evaluation.eval_interval is not None or evaluation.eval_at_end)
     if data.mock_data:
         splits = ("train", "valid") if evaluates else ("train",)
-        return CheckedData(tokenizer, None, splits, ["training on generated sequences (--mock-data)"])
+        return CheckedData(tokenizer, None, splits, ["training on generated sequences (--mock-data)"], vocab_size)
     sources = resolve_sources(
         data_path=data.data_path,
         split=data.split,
@@ -66,4 +68,4 @@ def check_data(config: Config) -> CheckedData:
             wanted.append("test")
         except DataError as error:  # nobody asked for it: --split has a third share by default
             notes.append(f"no last test: {error}")
-    return CheckedData(tokenizer, sources, tuple(wanted), notes)
+    return CheckedData(tokenizer, sources, tuple(wanted), notes, vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -149,8 +150,15 @@ class RunCheckpoints:
             "method": self._config.edit.edit_method,
             "vocab_size": self._vocab_size,
             "model": asdict(self._config.model),
+            "tokenizer": self._tokenizer(),
             "versions": {name: _version(name) for name in ("megatron_edit", "megatron-core", "torch")},
         }
+
+    def _tokenizer(self) -> dict[str, Any]:
+        """For the export of the weights, which takes the tokenizer along."""
+        data = self._config.data
+        path = os.path.abspath(data.tokenizer_model) if data.tokenizer_model else None
+        return {"type": data.tokenizer_type, "model": path}
 
     def _order(self) -> dict[str, Any]:
         """What the order of samples follows from: with another value, the position counts other samples."""

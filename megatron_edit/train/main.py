@@ -51,7 +51,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
             raise ConfigError(problems)
         checked = check_data(config)
         if rank == 0:
-            for line in (*notes(config), *checked.notes, describe(config, plan, checked.tokenizer.vocab_size)):
+            for line in (*notes(config), *checked.notes, describe(config, plan, checked.vocab_size)):
                 print(line, flush=True)
         if config.command.dry_run:
             return 0

@@ -49,7 +49,7 @@ class Trainer:
         self.config = config
         self.global_batch_size: int = training.global_batch_size
         self.train_samples: int = training.train_samples
-        self.vocab_size = checked.tokenizer.vocab_size
+        self.vocab_size = checked.vocab_size
         self.mesh = mesh_of(config, platform)
         self.data = RunData(config, checked, self.mesh)
         self.replica = build_replica(config, self.mesh, self.vocab_size)

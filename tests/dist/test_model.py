@@ -250,6 +250,36 @@ def test_loss_gradients_and_initial_weights_are_those_of_one_rank(layout: str, m
         assert found.padding == 0
 
 
+SHARED_GROUPS = {
+    "tp4": (TINY, 4, {"tensor_model_parallel_size": 4}),
+    "one-group-tp2": (replace(TINY, num_query_groups=1), 2, {"tensor_model_parallel_size": 2}),
+    "tp4-sequence-parallel-all-features": (
+        replace(TINY, add_qkv_bias=True, add_attention_output_bias=True, qk_layernorm=True, kv_channels=16),
+        4, {"tensor_model_parallel_size": 4, "sequence_parallel": True},
+    ),
+    "pp2-all-features": (
+        replace(TINY, add_qkv_bias=True, add_attention_output_bias=True, qk_layernorm=True, kv_channels=16),
+        2, {"pipeline_model_parallel_size": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHARED_GROUPS)
+def test_more_ranks_than_query_groups_and_optional_parts_follow_one_rank(case: str):
+    """Field report B42: ranks that share a group, against one rank; copies of what all ranks hold stay equal."""
+    model, world_size, settings = SHARED_GROUPS[case]
+    expected = reference(model, iterations=3)
+    results = run(world_size, model, ParallelConfig(**settings), iterations=3)
+    for found in results:
+        assert found.losses == pytest.approx(expected.losses, abs=2e-5)
+        assert_same(found.gradients, expected.gradients, 1e-5)
+        assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-4)
+        assert found.parameters == parameter_count(model, VOCABULARY)
+    for other in results[1 : settings.get("tensor_model_parallel_size", 1)]:
+        for name, tensor in results[0].replicated.items():
+            assert torch.equal(other.replicated[name], tensor), name
+
+
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "tp2-pp2-sequence-parallel", "dp2"])
 def test_ten_iterations_follow_one_rank_and_copies_stay_equal(layout: str):
     """Field report B09."""

@@ -102,9 +102,10 @@ SIZES: dict[str, tuple[int, dict[str, Any], tuple[object, ...]]] = {
         ("--num-attention-heads", 8, "--tensor-model-parallel-size", 3, 2),
     ),
     "groups over tensor ranks": (
-        4,
-        {"tensor_model_parallel_size": 4, "edit_num_replicas": 1},
-        ("--num-query-groups", 2, "--tensor-model-parallel-size", 4),
+        2,
+        {"tensor_model_parallel_size": 2, "edit_num_replicas": 1, "num_attention_heads": 6, "num_query_groups": 3,
+         "kv_channels": 8},
+        ("--num-query-groups", 3, "--tensor-model-parallel-size", 2, 1),
     ),
     "hidden size over heads": (2, {"hidden_size": 65}, ("--hidden-size", 65, "--num-attention-heads", 8, 64, 72)),
     "heads over groups": (2, {"num_query_groups": 3}, ("--num-attention-heads", 8, "--num-query-groups", 3, 2, 4)),

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_edit.config.arithmetic import count_parameters
 from megatron_edit.config.schema import ModelConfig, ParallelConfig
 from megatron_edit.platform import get_platform
 
@@ -44,11 +45,13 @@ VOCABULARY = 259
 
 
 @pytest.mark.parametrize("untied", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_parameter_count_is_the_sum_of_all_shapes(untied: bool, bias: bool):
-    model = replace(TINY, untie_embeddings_and_output_weights=untied, add_qkv_bias=bias)
+@pytest.mark.parametrize("part", ["add_qkv_bias", "add_attention_output_bias", "qk_layernorm"])
+@pytest.mark.parametrize("present", [False, True])
+def test_parameter_count_is_the_sum_of_all_shapes(untied: bool, part: str, present: bool):
+    model = replace(TINY, untie_embeddings_and_output_weights=untied, **{part: present})
     shapes = full_parameter_shapes(model, VOCABULARY)
     assert parameter_count(model, VOCABULARY) == sum(math.prod(shape) for shape in shapes.values())
+    assert count_parameters(model, VOCABULARY) == parameter_count(model, VOCABULARY)  # without torch, for --dry-run
 
 
 def test_parameter_count_of_known_models():

@@ -1,0 +1,201 @@
+"""config.json of Hugging Face <-> the model's settings. What cannot be said on the other side is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_edit.config.schema import ModelConfig
+from megatron_edit.convert.architectures import ARCHITECTURES, Architecture
+from megatron_edit.convert.errors import ConversionError
+
+CONFIG = "config.json"
+DTYPES = ("float32", "bfloat16", "float16")
+
+_SETTING_OF = {  # keys whose value is a setting's
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "norm_epsilon",
+    "initializer_range": "init_method_std",
+    "attention_dropout": "attention_dropout",
+}
+_INTEGERS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+             "head_dim", "max_position_embeddings")  # fmt: skip
+_ONLY = {  # keys that would change the result, and the values with which they do not
+    "hidden_act": ("silu", "swish"),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1, 1.0),
+    "use_sliding_window": (False,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+    "quantization_config": (),
+    "compression_config": (),
+}
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+_LONGEST_SAMPLE = 4096  # seq_length of a converted model unless it is meant for less; training flags change it
+
+
+@dataclass(frozen=True)
+class HuggingFaceConfig:
+    """What config.json says."""
+
+    architecture: Architecture
+    model: ModelConfig
+    vocab_size: int | None
+    raw: dict[str, Any]
+
+
+def read_config(folder: Path, max_position_embeddings: int | None = None) -> HuggingFaceConfig:
+    """config.json of `folder`. `max_position_embeddings`: use the model for sequences of at most so many tokens.
+
+    Raises ConversionError: no such file, unknown architecture, values that this program's model cannot have.
+    """
+    path = folder / CONFIG
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConversionError(f"{folder} is no Hugging Face model: there is no {CONFIG} in it") from None
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"{path} cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConversionError(f"{path} holds no mapping")
+    architecture = _architecture(path, raw)
+    values = {**architecture.defaults, **{key: value for key, value in raw.items() if value is not None}}
+    if raw.get("sliding_window", 0) is None or ("sliding_window" in raw and not raw.get("use_sliding_window", True)):
+        values["sliding_window"] = None
+    if max_position_embeddings is not None:
+        values["max_position_embeddings"] = max_position_embeddings
+    problems = [*_missing(values), *_refused(values)]
+    if problems:
+        raise ConversionError("\n".join(f"{path}: {problem}" for problem in problems))
+    rope, problem = _rope(raw, values["rope_theta"])
+    if problem:
+        raise ConversionError(f"{path}: {problem}")
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    if values["head_dim"] is None:
+        if values["hidden_size"] % values["num_attention_heads"]:
+            raise ConversionError(
+                f"{path}: hidden_size {values['hidden_size']} is no multiple of num_attention_heads "
+                f"{values['num_attention_heads']}, and there is no head_dim"
+            )
+        values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
+    settings = {setting: values[key] for key, setting in _SETTING_OF.items()}
+    settings["untie_embeddings_and_output_weights"] = not values["tie_word_embeddings"]
+    settings["seq_length"] = min(values["max_position_embeddings"], _LONGEST_SAMPLE)
+    for key, names in architecture.switches.items():
+        settings |= dict.fromkeys(names, bool(values.get(key, False)))
+    model = ModelConfig(**{**settings, **rope, **architecture.always})
+    if model.num_attention_heads % (model.num_query_groups or 1):
+        raise ConversionError(
+            f"{path}: num_attention_heads {model.num_attention_heads} is no multiple of num_key_value_heads "
+            f"{model.num_query_groups}"
+        )
+    return HuggingFaceConfig(architecture, model, raw.get("vocab_size"), raw)
+
+
+def _architecture(path: Path, raw: dict[str, Any]) -> Architecture:
+    known = ", ".join(entry.class_name for entry in ARCHITECTURES.values())
+    kind, classes = raw.get("model_type"), raw.get("architectures")
+    if kind not in ARCHITECTURES:
+        name = classes[0] if isinstance(classes, list) and classes else f"model_type {kind}"
+        raise ConversionError(f"{path}: architecture {name} is not known here; known are {known}")
+    entry = ARCHITECTURES[str(kind)]
+    if isinstance(classes, list) and classes and classes != [entry.class_name]:
+        raise ConversionError(f"{path}: {classes[0]} is not the language model {entry.class_name}; known are {known}")
+    return entry
+
+
+def _missing(values: Mapping[str, Any]) -> Iterator[str]:
+    for key in _SETTING_OF:
+        value = values.get(key)
+        if key not in values:
+            yield f"{key} is missing"
+        elif key in _INTEGERS and value is not None and (type(value) is not int or value < 1):
+            yield f"{key} {value!r} is no positive integer"
+        elif key not in _INTEGERS and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            yield f"{key} {value!r} is no number"
+    dtype = values.get("dtype", values.get("torch_dtype"))
+    if dtype is not None and dtype not in DTYPES:
+        yield f"dtype {dtype!r} is not one of {', '.join(DTYPES)}"
+
+
+def _refused(values: Mapping[str, Any]) -> Iterator[str]:
+    for key, allowed in _ONLY.items():
+        if key in values and values[key] not in allowed:
+            works = f": only {', '.join(map(str, allowed))} can be represented" if allowed else " cannot be represented"
+            yield f"{key} {values[key]!r}{works}"
+    window, longest = values.get("sliding_window"), values.get("max_position_embeddings")
+    if isinstance(window, int) and isinstance(longest, int) and window < longest:
+        yield (
+            f"sliding_window {window} is below max_position_embeddings {longest}, and windows are not built here; "
+            f"with at most {window} tokens it makes no difference: --max-position-embeddings {window} would work"
+        )
+    kinds = set(values.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        yield f"layer_types {', '.join(sorted(map(str, kinds)))}: only full_attention can be represented"
+
+
+def _rope(raw: dict[str, Any], default_base: float) -> tuple[dict[str, Any], str | None]:
+    """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`; or what is wrong."""
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    base = rope.pop("rope_theta", None) or raw.get("rope_theta") or default_base
+    kind, legacy_kind = rope.pop("rope_type", None), rope.pop("type", None)
+    kind = kind or legacy_kind or "default"
+    if kind not in _ROPE_KEYS:
+        return {}, f"rope type {kind!r} is not built here; known are {', '.join(_ROPE_KEYS)}"
+    needed = _ROPE_KEYS[kind]
+    if rope.pop("partial_rotary_factor", 1) != 1:
+        return {}, "partial_rotary_factor other than 1 cannot be represented"
+    if missing := [key for key in needed if key not in rope]:
+        return {}, f"rope type {kind}: {', '.join(missing)} missing"
+    if extra := [key for key, value in rope.items() if key not in needed and value is not None]:
+        return {}, f"rope type {kind}: {', '.join(extra)} cannot be represented"
+    settings: dict[str, Any] = {"rotary_base": float(base), "rope_scaling_type": "none" if kind == "default" else kind}
+    return {**settings, **{f"rope_scaling_{key}": rope[key] for key in needed}}, None
+
+
+def write_config(
+    architecture: Architecture, model: ModelConfig, vocab_size: int, dtype: str, ids: Mapping[str, int]
+) -> dict[str, Any]:
+    """config.json for `model`, in the spelling that transformers 4 and 5 read.
+
+    `ids`: `bos_token_id` and the like, where they are known.
+    """
+    config: dict[str, Any] = {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
+        **ids,
+        **{key: getattr(model, setting) for key, setting in _SETTING_OF.items()},
+        "vocab_size": vocab_size,
+        "hidden_act": "silu",
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "rope_theta": model.rotary_base,
+        "rope_scaling": _written_rope(model),
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+    for key, names in architecture.switches.items():
+        config[key] = getattr(model, names[0])
+    if "sliding_window" in architecture.defaults:
+        config["sliding_window"] = None
+    return config
+
+
+def _written_rope(model: ModelConfig) -> dict[str, Any] | None:
+    kind = model.rope_scaling_type
+    if kind == "none":
+        return None
+    return {"rope_type": kind, **{key: getattr(model, f"rope_scaling_{key}") for key in _ROPE_KEYS[kind]}}

@@ -1,0 +1,13 @@
+#!/usr/bin/env python
+"""Perplexity of a checkpoint or Hugging Face folder on a corpus, and lm-eval tasks from local files.
+
+python tools/evaluate.py --load runs/DIR --data-path data/corpus_text_document --split 95,5
+python tools/evaluate.py --load runs/DIR --tasks paper --task-data DIR --output results.json
+"""
+
+import sys
+
+from megatron_edit.inference.evaluate import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
