@@ -1,5 +1,6 @@
 """What the rest of the program asks of the machine: one interface for GPUs (NCCL) and for CPUs (gloo)."""
 
+import os
 import warnings
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
@@ -95,7 +96,13 @@ def ordered_gloo_backend() -> str:
 
 def _new_ordered_gloo(group: Any, _: Any) -> dist.ProcessGroupGloo:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # as torch's own "gloo": comma-separated
+    create = dist.ProcessGroupGloo.create_device
+    options._devices = (
+        [create(interface=name) for name in interfaces.split(",")]
+        if interfaces
+        else [dist.ProcessGroupGloo.create_default_device()]
+    )
     options._timeout = group.timeout
     options._threads = 1
     backend = dist.ProcessGroupGloo(group.store, group.group_rank, group.group_size, options)

@@ -38,6 +38,7 @@ from megatron_edit.sync.transport import SyncTransport
 from megatron_edit.sync.trigger import StepTrigger, build_trigger
 
 Observer = Callable[[str, ModuleShard], None]
+MOST_LEADING = 4  # modules that set out before the optimizer has updated the others, or nothing is left to update then
 
 
 class NonFiniteSyncError(RuntimeError):
@@ -144,7 +145,8 @@ class SyncEngine:
         if trigger.in_warmup or config.edit_sync_placement != "forward" or config.edit_sync_delay:
             return []
         due = trigger.due_after(trigger.steps + 1, asked)
-        return [module for module in self.modules if module.fragment in due][: config.edit_prefetch_depth + 1]
+        first = min(config.edit_prefetch_depth + 1, MOST_LEADING)
+        return [module for module in self.modules if module.fragment in due][:first]
 
     @torch.no_grad()
     def begin_sync(self, modules: list[ModuleShard], updated: bool = True) -> None:
@@ -351,7 +353,8 @@ class SyncEngine:
             self._begun = None
             if event is not None:
                 rest = [module for module in modules if module not in leading]
-                self._decide(rest, event.decision.index, step, steps=steps, event=event)
+                keep = config.edit_prefetch_depth + 1 - len(leading)
+                self._decide(rest, event.decision.index, step, steps=steps, keep=keep, event=event)
         self.trigger.restart_clock()
         if event is None:
             return meeting

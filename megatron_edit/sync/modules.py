@@ -8,7 +8,9 @@ This file and `engine.py` are all that touches megatron-core's buckets.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +47,41 @@ class ShardSlice:
     parameter_start: int  # first element of this slice in the flat parameter
 
 
+@dataclass(frozen=True)
+class Run:
+    """Slices that lie one behind the other in memory, taken as one: fewer and larger operations on a module."""
+
+    numel: int
+    master: torch.Tensor  # [numel] fp32
+    model: torch.Tensor | None  # [numel] in the model's dtype; None: it is the master
+    counted: bool
+
+
+def runs_of(slices: list[ShardSlice]) -> list[Run]:
+    """The slices in order, joined wherever masters and model go on without a gap (fp32 training, sizes of 64 n)."""
+
+    def follows(second: ShardSlice, first: ShardSlice) -> bool:
+        return (
+            second.counted == first.counted
+            and second.master.untyped_storage().data_ptr() == first.master.untyped_storage().data_ptr()
+            and second.master.data_ptr() == first.master.data_ptr() + first.master.nbytes
+            and second.model.data_ptr() == first.model.data_ptr() + first.model.nbytes
+        )
+
+    groups: list[list[ShardSlice]] = []
+    for piece in slices:
+        if groups and follows(piece, groups[-1][-1]):
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    runs = []
+    for group in groups:
+        numel = sum(piece.master.numel() for piece in group)
+        master, model = (flat.as_strided((numel,), (1,)) for flat in (group[0].master, group[0].model))
+        runs.append(Run(numel, master, None if model.data_ptr() == master.data_ptr() else model, group[0].counted))
+    return runs
+
+
 @dataclass
 class ModuleShard:
     """This rank's shard of one module: slices in bucket order, together `numel` elements."""
@@ -55,51 +92,64 @@ class ModuleShard:
     slices: list[ShardSlice] = field(default_factory=list)
     fragment: int = 0  # modules of one fragment are synchronised after the same step
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of this rank's shard; 0 where a small module's padding falls to this rank."""
         return sum(piece.master.numel() for piece in self.slices)
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The slices, joined where they are contiguous; the slices must be complete."""
+        return runs_of(self.slices)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """`flat` [numel] cut like the slices."""
         return list(flat.split([piece.master.numel() for piece in self.slices])) if self.slices else []
 
+    def _runs(self, *flats: torch.Tensor) -> Iterator[Any]:
+        """Each run with its part of each of `flats`, [numel] each."""
+        if len(self.runs) == 1:
+            yield self.runs[0], *flats
+        elif self.runs:
+            sizes = [run.numel for run in self.runs]
+            yield from zip(self.runs, *(flat.split(sizes) for flat in flats), strict=True)
+
     def copy_masters_to(self, flat: torch.Tensor) -> None:
         """flat [numel] fp32 := the masters."""
-        for view, piece in zip(self.views(flat), self.slices, strict=True):
-            view.copy_(piece.master)
+        for run, view in self._runs(flat):
+            view.copy_(run.master)
 
     def write_masters(self, flat: torch.Tensor) -> None:
         """Masters and the model's own shard := flat [numel] fp32."""
-        for view, piece in zip(self.views(flat), self.slices, strict=True):
-            piece.master.copy_(view)
-            self._copy_to_model(piece)
+        for run, view in self._runs(flat):
+            run.master.copy_(view)
+            self._copy_to_model(run)
 
     def add_local_progress(self, synchronised: torch.Tensor, at_launch: torch.Tensor) -> None:
         """Masters := synchronised + (masters - at_launch), [numel] fp32 each: steps since the launch stay (ours)."""
-        for piece, new, old in zip(self.slices, self.views(synchronised), self.views(at_launch), strict=True):
-            piece.master.sub_(old).add_(new)
-            self._copy_to_model(piece)
+        for run, new, old in self._runs(synchronised, at_launch):
+            run.master.sub_(old).add_(new)
+            self._copy_to_model(run)
 
     def mix_with_local(self, synchronised: torch.Tensor, alpha: float) -> None:
         """Masters := alpha masters + (1 - alpha) synchronised (Streaming DiLoCo, arXiv 2501.18512)."""
-        for piece, new in zip(self.slices, self.views(synchronised), strict=True):
-            piece.master.mul_(alpha).add_(new, alpha=1 - alpha)
-            self._copy_to_model(piece)
+        for run, new in self._runs(synchronised):
+            run.master.mul_(alpha).add_(new, alpha=1 - alpha)
+            self._copy_to_model(run)
 
     @staticmethod
-    def _copy_to_model(piece: ShardSlice) -> None:
-        if piece.model.data_ptr() != piece.master.data_ptr():
-            piece.model.copy_(piece.master)
+    def _copy_to_model(run: Run) -> None:
+        if run.model is not None:
+            run.model.copy_(run.master)
 
     def write_pseudo_gradient(self, anchor: torch.Tensor, out: torch.Tensor) -> None:
         """out [numel] fp32 := masters - anchor [numel]: Delta of arXiv 2412.07210, from fp32 masters."""
-        for piece, anchor_view, out_view in zip(self.slices, self.views(anchor), self.views(out), strict=True):
-            torch.sub(piece.master, anchor_view, out=out_view)
+        for run, anchor_view, out_view in self._runs(anchor, out):
+            torch.sub(run.master, anchor_view, out=out_view)
 
     def counted_square_sum(self, flat: torch.Tensor) -> torch.Tensor:
         """Sum of squares of flat [numel], without tensor parallel duplicates; 0-d fp64 on flat's device."""
-        views = [v for v, piece in zip(self.views(flat), self.slices, strict=True) if piece.counted]
+        views = [view for run, view in self._runs(flat) if run.counted]
         if not views:
             return torch.zeros((), dtype=torch.float64, device=flat.device)
         return torch.stack(torch._foreach_norm(views)).double().square().sum()
