@@ -116,10 +116,10 @@ class MicrobatchLoader:
         pin_memory: bool = False,
     ) -> None:
         self.datasets, self.order, self.place = list(datasets), order, place
+        self._window = OrderWindow(order)
         self.global_batch_size, self.pin_memory = global_batch_size, pin_memory
         self.consumed_samples = consumed_samples
         self.num_microbatches = len(place.microbatches(consumed_samples, global_batch_size))
-        self._window = OrderWindow(order)
         self._depth = max(prefetch, num_workers)
         self._ahead: deque[Future[tuple[list[Microbatch], list[int]]]] = deque()
         self._pool = ThreadPoolExecutor(num_workers, "data-loader") if num_workers else None
