@@ -17,6 +17,7 @@ ModelType = Literal["bpe", "unigram"]
 # The trainer drops longer pieces of text; it counts bytes.
 PIECE_BYTES = 4096
 SPECIAL_PIECES = 4
+FEWEST_SENTENCES = 100  # the library draws more than these, or takes all
 BYTES = 256
 
 
@@ -71,6 +72,10 @@ def train_sentencepiece(
             f"--vocab-size {vocab_size} is too small: {SPECIAL_PIECES} marks and {BYTES} bytes come first; "
             f"{max(512, smallest)} would work"
         )
+    if max_sentences and max_sentences <= FEWEST_SENTENCES:
+        raise DataError(
+            f"--max-sentences {max_sentences} is too few for sentencepiece; {FEWEST_SENTENCES + 1} would work"
+        )
     pieces = training_pieces(files, json_key)
     first = next(pieces, None)
     if first is None:
@@ -105,7 +110,7 @@ def train_sentencepiece(
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = str(error).rsplit("] ", 1)[-1].strip()  # after the library's file, line and condition
+        reason = str(error).rsplit("] ", 1)[-1].strip() or str(error)  # after the library's file, line and condition
         raise DataError(f"--vocab-size {vocab_size} does not fit this text: {reason}") from None
     path = Path(f"{output_prefix}.model")
     partial = Path(f"{path}.partial-{os.getpid()}")

@@ -147,8 +147,10 @@ def test_unigram_models_round_trip_and_read_packed_files(texts_file: Path, tmp_p
     for text in HARD_TEXTS:
         ids = tokenizer.tokenize(text)
         assert tokenizer.detokenize(ids) == text and special_ids(tokenizer).isdisjoint(ids)
-    fewer = train_sentencepiece([str(texts_file)], str(tmp_path / "few"), 299, model_type="unigram", max_sentences=100)
-    assert SentencePieceTokenizer(fewer).vocab_size == 299
+    fewer = train_sentencepiece([str(texts_file)], str(tmp_path / "few"), 320, max_sentences=150)
+    assert SentencePieceTokenizer(fewer).vocab_size == 320
+    with pytest.raises(DataError, match=r"--max-sentences 100 .*; 101 would work"):
+        train_sentencepiece([str(texts_file)], str(tmp_path / "few"), 320, max_sentences=100)
 
 
 def test_trained_model_has_the_documented_ids(own_model: Path, default_model: Path) -> None:
