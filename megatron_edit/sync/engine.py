@@ -9,6 +9,7 @@
 With a delay, a module is completed so many steps later; with placement "round", at the next sync. The trainer calls
 `after_step` and nothing else (and `begin_sync`, if it can update the first modules before the others).
 Formulas: arXiv 2412.07210 and docs/methods.md; where this project decided, the docstring says ours.
+Longer than other files: the way of one sync, in every placement, is to be read in one place.
 """
 
 from __future__ import annotations
