@@ -29,6 +29,16 @@ class SavedInFlight:
         self.state = state
         self._saved = content["in_flight"]
         method = state.engine.method
+        if self._saved["events"] and content["edit_modules"] != state.engine.config.edit_modules:
+            raise CheckpointError(
+                f"the checkpoint has averages of --edit-modules {content['edit_modules']} under way, which "
+                f"--edit-modules {state.engine.config.edit_modules} cannot apply: resume with the former"
+            )
+        if self._saved["events"] and not method.has_anchor:
+            raise CheckpointError(
+                f"the checkpoint has averages of --edit-method {content['method']} under way for its anchor, and "
+                f"--edit-method {method.name} keeps none: resume with {content['method']}, or give --finetune"
+            )
         if method.placement != "round" and any(event["apply_after"] is None for event in self._saved["events"]):
             raise CheckpointError(
                 f"the checkpoint has an average of --edit-method {content['method']} under way, which "

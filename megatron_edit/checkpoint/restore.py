@@ -35,6 +35,7 @@ from megatron_edit.checkpoint.training_state import (
 )
 from megatron_edit.config.settings import SETTINGS
 from megatron_edit.model.sharding import is_vocabulary
+from megatron_edit.sync.methods import get_method
 from megatron_edit.sync.trigger import WarmupError
 
 _SHOWN = 12  # differences that are listed
@@ -95,6 +96,10 @@ def restore(
         tensors += in_flight.at_launch(source)
         tensors += _errors(state, saved, source)
     read_tensors(folder, tensors, group)
+    if has_anchor and get_method(saved.get("method", engine.method.name)).outer_step != engine.method.outer_step:
+        for momentum in momenta:  # SlowMo's is in units of the inner learning rate, the others' in those of Delta
+            momentum.zero_()
+        remarks.append(f"--edit-method was {saved['method']}: the outer momentum starts anew")
     state.set_numbers(saved["replicas"][source])
     detector, trigger = state.detector_state(columns) if columns else None, dict(saved["trigger"])
     if detector is None:
@@ -125,17 +130,21 @@ def restore(
         for piece in module.slices:
             piece.model.copy_(piece.master)
     keeps_interval = not resized and not from_anchor
-    if keeps_interval:
-        in_flight.hand_over()
     try:
         engine.resume(
             trigger,
             detector=detector,
             updates_since_sync=saved["replicas"][source]["updates_since_sync"] if keeps_interval else (),
+            steps_since_average=saved["replicas"][source]["steps_since_average"] if keeps_interval else 0,
             has_anchor=has_anchor,
         )
     except WarmupError as error:
         raise CheckpointError(f"{folder}, --edit-warmup-steps: {error}") from error
+    if keeps_interval and in_flight.events:
+        in_flight.hand_over()
+        if saved["in_flight"]["schedule"] != engine.schedule_of_syncs and engine.method.placement != "round":
+            engine.complete_in_flight()
+            remarks.append("the schedule of the syncs is another one: the averages under way were applied now")
     _gather_model(state)
     if random_states:
         remarks += _restore_random_states(state, candidate, group, seed)

@@ -251,6 +251,7 @@ class TrainingState:
         mine = {
             "adam_step": self._adam_step(),
             "updates_since_sync": self.engine.updates_since_sync,
+            "steps_since_average": self.engine.trigger.steps - self.engine.steps_at_average,
             "inner_lr": self.engine.inner_lr,
             "grad_scalers": [
                 None
@@ -280,6 +281,7 @@ class TrainingState:
                     }
                     for event in self.engine.events
                 ],
+                "schedule": self.engine.schedule_of_syncs,
                 "modules": {key: entry for _, modules in gathered for key, entry in modules.items()},
             },
             "replicas": [gathered[rank][0] for rank in leaders],

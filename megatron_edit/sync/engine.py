@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,7 @@ class SyncEngine:
         self.events: list[SyncEvent] = []  # in progress, oldest first
         self.updates = 0  # steps that changed this replica's parameters
         self.updates_at_sync = [0] * self.num_fragments
+        self.steps_at_average = 0  # iterations of this replica up to its last sync that averaged something
         self.inner_moments = InnerMoments(optimizer)
         self._reducer = reducer
         self._observer = observer
@@ -150,13 +152,14 @@ class SyncEngine:
         return [module for module in self.modules if module.fragment in due][:first]
 
     @torch.no_grad()
-    def begin_sync(self, modules: list[ModuleShard], updated: bool = True) -> None:
+    def begin_sync(self, modules: list[ModuleShard], updated: bool = True, *, learning_rate: float = 0.0) -> None:
         """Decides and launches `leading_modules()`, whose parameters are updated, while the others are yet to be.
 
         The first messages so travel during the update; `after_step` follows. Called by all replicas or by none: also
         by one whose step does not change its parameters (`updated`).
         """
         assert self._begun is None
+        self.inner_lr = learning_rate
         self.drain()
         trigger = self.trigger
         self.updates += int(updated)
@@ -188,7 +191,14 @@ class SyncEngine:
             return self.outer_state.anchor(module)
         mean = torch.empty(module.numel, dtype=torch.float32, device=self.mesh.platform.device)
         module.copy_masters_to(mean)
-        mean.div_(self.mesh.num_replicas)
+        squares = module.counted_square_sum(mean)
+        if self.mesh.norm_group.size() > 1:
+            dist.all_reduce(squares, group=self.mesh.norm_group)
+        finite = self.transport.all_gather(squares.isfinite().cpu().reshape(1).long()).flatten()  # [R]
+        if not finite.any() or finite[self.mesh.replica]:
+            mean.div_(max(int(finite.sum()), 1))
+        else:  # as in a sync: what is not finite is not averaged
+            mean.zero_()
         if (handle := self.transport.all_reduce(mean)) is not None:
             handle.wait()
         return mean
@@ -200,18 +210,19 @@ class SyncEngine:
         if self.trigger.in_warmup:
             return
         if self.config.edit_sync_delay:
-            self._complete_in_flight()
+            self.complete_in_flight()
         if self._updates_since_sync_anywhere():
             steps = self.trigger.steps_since_sync
             self.trigger.syncs += 1
             self.trigger.last_sync_step = self.trigger.steps
             everything = tuple(range(self.num_fragments))
             self._meet(everything, steps, at_end=True)
-        self._complete_in_flight()
+        self.complete_in_flight()
         self.drain()
 
     @torch.no_grad()
-    def _complete_in_flight(self) -> None:
+    def complete_in_flight(self) -> None:
+        """Applies every average that is under way, now."""
         for module in self.modules:
             if (pending := self.pending[module.index]) is not None:
                 self._apply(module, pending)
@@ -256,6 +267,12 @@ class SyncEngine:
         return [self.updates - at for at in self.updates_at_sync]
 
     @property
+    def schedule_of_syncs(self) -> list[Any]:
+        """What decides when a module is due again: with another one, averages under way cannot stay there."""
+        config = self.config
+        return [self.method.trigger, config.edit_sync_interval, self.num_fragments, config.edit_sync_delay]
+
+    @property
     def replicas_agree(self) -> bool:
         """Whether all replicas hold the same parameters once a due sync is completed, and nothing else is under way.
 
@@ -285,6 +302,7 @@ class SyncEngine:
         *,
         detector: dict[str, torch.Tensor] | None = None,
         updates_since_sync: Sequence[int] = (),
+        steps_since_average: int = 0,
         has_anchor: bool = False,
     ) -> None:
         """Goes on from saved counters, when masters and, with `has_anchor`, anchor and outer momentum are loaded.
@@ -300,6 +318,7 @@ class SyncEngine:
             since = [max(since)] * self.num_fragments
         self.updates = max(since)
         self.updates_at_sync = [self.updates - count for count in since]
+        self.steps_at_average = self.trigger.steps - steps_since_average
         self._reducer.enabled = self.trigger.in_warmup and self.mesh.num_replicas > 1
         if not has_anchor and not self.trigger.in_warmup and self.method.has_anchor:
             self._leave_warmup()
@@ -313,7 +332,8 @@ class SyncEngine:
         for index, entry in pending.items():
             self.pending[index] = entry
             if not entry.rolled_back:
-                event.bytes_sent += self.transport.message_bytes(self.modules[index].numel)
+                module = self.modules[index]
+                event.bytes_sent += self.transport.message_bytes(module.numel, module.num_duplicated)
 
     # ---- called by the bucket groups, as the forward pass reaches their modules ----------------------------------
 
@@ -359,6 +379,7 @@ class SyncEngine:
         self.trigger.restart_clock()
         if event is None:
             return meeting
+        self.steps_at_average = step
         for fragment in due:
             self.updates_at_sync[fragment] = self.updates
         decision = self.last_decision = event.decision
@@ -401,7 +422,7 @@ class SyncEngine:
         decided_at = self.mesh.platform.record_event()
         norms, buffers = self._measure(modules, keep)
         since = [float(self.updates - self.updates_at_sync[module.fragment]) for module in modules]
-        total = float(self.updates - self.updates_at_sync[0])
+        total = float(iteration - self.steps_at_average)
         mine = torch.cat([norms, torch.tensor([*since, total, float(steps)], dtype=torch.float64)])
         if modules or not self.method.equal_steps:
             gathered = self.transport.all_gather(mine)  # [R, 2 m + 2]
@@ -482,10 +503,11 @@ class SyncEngine:
 
     def _complete_delayed(self, step: int) -> None:
         for event in [event for event in self.events if event.apply_after == step]:
-            for module in self.modules:
-                pending = self.pending[module.index]
-                if pending is not None and pending.event is event:
-                    self._apply(module, pending)
+            waiting = [(m, p) for m, p in zip(self.modules, self.pending, strict=True) if p and p.event is event]
+            for position, (module, pending) in enumerate(waiting):
+                for following, _ in waiting[position + 1 : position + 2]:
+                    self.outer_state.prefetch(following, momentum=True)
+                self._apply(module, pending)
             self._finish([event])
 
     def _launch_first(self, count: int) -> None:
@@ -513,13 +535,16 @@ class SyncEngine:
                 pending.buffer = self._pseudo_gradient(module)
                 self.outer_state.release(module)
             if config.edit_sparsity > 0 and pending.weight > 0:
-                place = (self._seed, event.decision.index, module.key, self.mesh.rank)
-                generator = generator_of(pending.buffer.device, *place)
-                sparsify_(pending.buffer, config.edit_sparsity, config.edit_sparsity_method, generator)
+                place = self.mesh.place  # not the stage: the copies of a tied matrix stay the same
+                shard = (place.sync, place.dp, place.cp, place.tp)
+                generator = generator_of(pending.buffer.device, self._seed, event.decision.index, module.key, *shard)
+                own = pending.buffer[: module.numel - module.num_duplicated]
+                sparsify_(own, config.edit_sparsity, config.edit_sparsity_method, generator)
             error = self.errors[module.index] if self.errors else None
-            handle, sent = self.transport.weighted_sum(pending.buffer, pending.weight, error)
-            pending.handles.append(handle)
-            event.bytes_sent += sent
+            pending.handles += self.transport.weighted_sum(
+                pending.buffer, pending.weight, error, exact=module.num_duplicated
+            )
+            event.bytes_sent += self.transport.message_bytes(module.numel, module.num_duplicated)
             if config.edit_inner_moments == "average" and self._averages_moments(module, event):
                 pending.moments = self._moments_to_average(module, pending)
                 pending.handles.append(self.transport.all_reduce(pending.moments))
@@ -527,7 +552,8 @@ class SyncEngine:
             if event.apply_after is not None and pending.kept:
                 pending.at_launch = self.buffers.take(module.numel)
                 module.copy_masters_to(pending.at_launch)
-            self.outer_state.prefetch(module, momentum=True)
+            if event.in_forward:  # else the update is many steps away, or now
+                self.outer_state.prefetch(module, momentum=True)
         self._observe("launch", module)
 
     def _apply(self, module: ModuleShard, pending: Pending | None) -> None:
@@ -620,6 +646,7 @@ class SyncEngine:
         """anchor := parameters, those of replica 0 everywhere: bit-equal even where kernels round differently."""
         self._reducer.enabled = False
         self.updates_at_sync = [self.updates] * self.num_fragments
+        self.steps_at_average = self.trigger.steps
         self.ensure_anchor()
         for module in self.modules:
             flat = self.buffers.take(module.numel)

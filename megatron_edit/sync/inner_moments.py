@@ -18,27 +18,33 @@ class InnerMoments:
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         self._optimizer = optimizer
 
-    def of(self, module: ModuleShard) -> Iterator[torch.Tensor]:
-        """Of each slice in turn both moments, flat, fp32."""
+    def of(self, module: ModuleShard) -> Iterator[tuple[torch.Tensor, float]]:
+        """Of each slice in turn both moments, flat fp32, with the share 1 - beta^t that t steps have filled of each."""
         for piece in module.slices:
             for part in self._optimizer.chained_optimizers:
                 state = part.optimizer.state.get(piece.optimizer_parameter, {})
                 if all(name in state for name in MOMENTS):
-                    yield from (state[name].view(-1) for name in MOMENTS)
+                    group = part.optimizer.param_groups[0]  # all have one beta, and a step of their own or this one's
+                    steps = max(float(state.get("step", group.get("step", 0))), 1.0)
+                    for name, beta in zip(MOMENTS, group["betas"], strict=True):
+                        yield state[name].view(-1), 1 - beta**steps
 
     def zero_(self, module: ModuleShard) -> None:
         """Both := 0."""
-        for moment in self.of(module):
+        for moment, _ in self.of(module):
             moment.zero_()
 
     def read(self, module: ModuleShard, flat: torch.Tensor) -> None:
-        """flat [2 numel] fp32 := both, in the order of `of`."""
+        """flat [2 numel] fp32 := both without their bias towards 0, in the order of `of`.
+
+        Replicas may have taken different numbers of steps: the moments of one would be wrong for the count of another.
+        """
         moments = list(self.of(module))
-        if moments:
-            torch.cat(moments, out=flat)
+        for (moment, share), view in zip(moments, flat.split([m.numel() for m, _ in moments]), strict=True):
+            torch.div(moment, share, out=view)
 
     def write(self, module: ModuleShard, flat: torch.Tensor) -> None:
-        """Both := flat [2 numel], as `read` gave it."""
+        """Both := flat [2 numel], as `read` gave it, with the bias of this replica's own step count."""
         moments = list(self.of(module))
-        for moment, value in zip(moments, flat.split([moment.numel() for moment in moments]), strict=True):
-            moment.copy_(value)
+        for (moment, share), view in zip(moments, flat.split([m.numel() for m, _ in moments]), strict=True):
+            torch.mul(view, share, out=moment)

@@ -21,6 +21,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
 from megatron_edit.model.names import canonical_name, module_key
+from megatron_edit.model.sharding import partition_dim
 from megatron_edit.parallel.mesh import Mesh
 
 
@@ -44,6 +45,7 @@ class ShardSlice:
     model: torch.Tensor  # [n] in the model's dtype, a view into the bucket's parameters
     optimizer_parameter: torch.Tensor  # key of the inner optimizer's state
     counted: bool  # False for a tensor parallel duplicate: norms leave it out
+    duplicated: bool  # all tensor parallel ranks hold the same here, the counted one too
     parameter_start: int  # first element of this slice in the flat parameter
 
 
@@ -84,7 +86,7 @@ def runs_of(slices: list[ShardSlice]) -> list[Run]:
 
 @dataclass
 class ModuleShard:
-    """This rank's shard of one module: slices in bucket order, together `numel` elements."""
+    """This rank's shard of one module: slices in bucket order, duplicated ones last, together `numel` elements."""
 
     key: str  # "embedding", "layers.3", "head"
     index: int  # position in forward order over all chunks of this rank
@@ -96,6 +98,11 @@ class ModuleShard:
     def numel(self) -> int:
         """Elements of this rank's shard; 0 where a small module's padding falls to this rank."""
         return sum(piece.master.numel() for piece in self.slices)
+
+    @cached_property
+    def num_duplicated(self) -> int:
+        """Elements at the end that all tensor parallel ranks hold."""
+        return sum(piece.master.numel() for piece in self.slices if piece.duplicated)
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -356,8 +363,10 @@ def collect_modules(
                         optimizer_parameter=master,
                         counted=param_is_not_tensor_parallel_duplicate(parameter, mesh.process_groups.tp),
                         parameter_start=in_parameter.start,
+                        duplicated=mesh.layout.tp > 1 and partition_dim(names[parameter]) is None,
                     )
                 )
+            module.slices.sort(key=lambda piece: piece.duplicated)
             group.module = module
             modules.append(module)
     return modules

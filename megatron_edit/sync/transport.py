@@ -67,33 +67,39 @@ class SyncTransport:
             return self._queue(lambda: dist.all_reduce(flat, group=self._sync_group))
         return dist.all_reduce(flat, group=self._sync_group, async_op=True)
 
-    def weighted_sum(self, flat: torch.Tensor, weight: float, error: torch.Tensor | None) -> tuple[Handle | None, int]:
-        """flat [n] := sum over the replicas of weight x flat, without waiting: (handle, bytes that this rank sends).
+    def weighted_sum(
+        self, flat: torch.Tensor, weight: float, error: torch.Tensor | None, *, exact: int = 0
+    ) -> list[Handle | None]:
+        """flat [n] := sum over the replicas of weight x flat, without waiting; what to wait for.
 
         A replica of weight 0 sends zeros, never 0 x its values: they may be NaN. `error` [n]: what compression has not
         yet sent of this rank's earlier messages; changed in place. With a consensus the average is over the replicas
-        that agree, element by element.
+        that agree, element by element. The last `exact` elements are never compressed: tensor parallel ranks hold the
+        same there, beside neighbours that differ, and must get the same.
         """
-        sent = self.message_bytes(flat.numel())
         if self.consensus != "none":
-            return self._chain(lambda: self._agreeing_average(flat, weight)), sent
+            return [self._chain(lambda: self._agreeing_average(flat, weight))]
         if weight > 0:
             flat.mul_(weight)
         else:
             flat.zero_()
         if self.codec is None:
-            return self.all_reduce(flat), sent
+            return [self.all_reduce(flat)]
         assert error is not None
-        codec = self.codec
-        return self._chain(lambda: self._compressed_sum(codec, flat, error, sends=weight > 0)), sent
+        codec, cut = self.codec, flat.numel() - exact
+        compressed, owed = flat[:cut], error[:cut]
+        return [
+            self._chain(lambda: self._compressed_sum(codec, compressed, owed, sends=weight > 0)),
+            self.all_reduce(flat[cut:]),
+        ]
 
-    def message_bytes(self, numel: int) -> int:
+    def message_bytes(self, numel: int, exact: int = 0) -> int:
         """Bytes that `weighted_sum` of [numel] puts into its collectives on this rank."""
         if self.num_replicas == 1:
             return 0
         if self.consensus != "none":  # votes, values, and who agreed
             return 12 * numel
-        return 4 * numel if self.codec is None else self.codec.payload_bytes(numel)
+        return 4 * numel if self.codec is None else self.codec.payload_bytes(numel - exact) + 4 * exact
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """flat [n] := that of replica 0; blocking."""

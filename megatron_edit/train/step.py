@@ -69,7 +69,7 @@ class TrainStep:
         else:
             grad_norm, asked = self._clipped_gradient(asks_for_sync)
         updated = grad_norm is not None and math.isfinite(grad_norm)
-        self._step_optimizer(asked, updated)
+        self._step_optimizer(asked, updated, learning_rate)
         meeting = replica.engine.after_step(updated, learning_rate=learning_rate, asked=asked)
         loss_sum, tokens = sum_losses(losses, replica.mesh.platform.device)
         return StepOutcome(loss_sum, tokens, grad_norm, updated, meeting)
@@ -90,7 +90,7 @@ class TrainStep:
         return norm, asked
 
     @torch.no_grad()
-    def _step_optimizer(self, asked: bool, updated: bool) -> None:
+    def _step_optimizer(self, asked: bool, updated: bool, learning_rate: float) -> None:
         """The inner optimizer's update, left out without a token (Adam would decay the weights and move on its
         momentum) and when the gradient is not finite (ours): one bad batch then costs a step, not the weights, which
         in synchronous steps no sync could bring back.
@@ -106,8 +106,10 @@ class TrainStep:
                 with only_parameters(optimizer, lambda parameter: id(parameter) in first):
                     for part in optimizer.chained_optimizers:
                         part.optimizer.step()
-            engine.begin_sync(leading, updated=updated)
-        if updated:
+            engine.begin_sync(leading, updated=updated, learning_rate=learning_rate)
+        if updated and not leading:
+            optimizer.step_with_ready_grads()
+        elif updated:
             with only_parameters(optimizer, lambda parameter: id(parameter) not in first):
                 optimizer.step_with_ready_grads()
 

@@ -103,7 +103,8 @@ class Trainer:
             if due and self._schedule.at_samples(before - self._schedule_samples) == 0:
                 raise ConfigError([
                     f"--edit-method slowmo divides by the learning rate, which is 0 at iteration {iteration}, before a "
-                    f"sync: give --min-lr above 0, for example {self.config.optimizer.lr / 10:g}"
+                    f"sync: give --min-lr (or in its warm-up --lr-warmup-init) above 0, for example "
+                    f"{self.config.optimizer.lr / 10:g}"
                 ])  # fmt: skip
 
     @property

@@ -89,6 +89,7 @@ def save(replica: Replica, state: TrainingState, folder: Path, iteration: int, s
         "iteration": iteration,
         "scope": scope,
         "layout": layout_description(state),
+        "method": replica.config.edit.edit_method,
         "vocab_size": VOCABULARY,
         "model": vars(replica.config.model),
         **numbers,

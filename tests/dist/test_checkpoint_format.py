@@ -195,7 +195,8 @@ def test_the_tool_lists_verifies_and_dumps(saved: Path, tmp_path: Path) -> None:
         assert part in text, (part, text)
     dumped = torch.load(tmp_path / "replica.pt", weights_only=True)
     expected = replica_state(CheckpointFolder(saved).candidate(4), 1)
-    numbers = {"adam_step": 4, "updates_since_sync": [1], "inner_lr": 0.00094, "grad_scalers": [None]}
+    numbers = {"adam_step": 4, "updates_since_sync": [1], "steps_since_average": 1,
+               "inner_lr": 0.00094, "grad_scalers": [None]}  # fmt: skip
     assert dumped["numbers"] == expected["numbers"] == numbers
     assert dumped["param"].keys() == expected["param"].keys() and len(dumped["param"]) == 15
     assert all(torch.equal(dumped["param"][name], value) for name, value in expected["param"].items())

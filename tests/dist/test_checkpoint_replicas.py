@@ -10,8 +10,9 @@ import torch
 
 from megatron_edit.checkpoint.manifest import read_manifest
 from megatron_edit.checkpoint.training_state import TrainingState
+from megatron_edit.testing.ranks import RankFailure
 from megatron_edit.train.replica import Replica
-from tests.dist.checkpoint_runs import Part, run_part, tensors_of, unequal
+from tests.dist.checkpoint_runs import ITERATIONS, Part, run_part, tensors_of, unequal
 
 INTERVAL, BATCH = 3, 12
 Tensors = dict[str, torch.Tensor]
@@ -155,6 +156,44 @@ def test_what_is_under_way_is_applied_before_the_number_changes(method: dict[str
     assert not shared(new, "in_flight") and not numbers(tmp_path / "new", at)["in_flight"]["events"]
     record = run_part(part(3, at, at + INTERVAL, load=tmp_path / "new", **method))
     assert all(loss < 6 for loss in record.losses)
+
+
+DELAYED = {"edit_method": "streaming", "edit_sync_delay": 3, "edit_num_fragments": 2}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (DELAYED, {"edit_method": "post-local-sgd"}, "keeps none"),
+        ({"edit_method": "co2"}, {"edit_method": "edit"}, "cannot apply"),
+        ({"edit_method": "co2"}, {"edit_method": "co2", "edit_modules": "sublayer"}, "--edit-modules sublayer"),
+    ],
+)
+def test_what_is_under_way_is_refused_where_it_has_no_place(
+    before: dict[str, Any], after: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    at = INTERVAL + 2
+    run_part(part(2, 0, at, save=tmp_path, **before))
+    with pytest.raises(RankFailure, match=says):
+        run_part(part(2, at, at + 1, load=tmp_path, **after))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (DELAYED, {**DELAYED, "edit_num_fragments": 1}, "were applied now"),
+        (DELAYED, {"edit_method": "edit", "edit_sync_interval": 1}, "were applied now"),
+        ({"edit_method": "slowmo"}, {"edit_method": "diloco"}, "outer momentum starts anew"),
+    ],
+)
+def test_another_schedule_or_method_takes_up_what_it_can(
+    before: dict[str, Any], after: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    at = INTERVAL + 2
+    losses = run_part(part(2, 0, at, save=tmp_path, **before)).losses
+    record = run_part(part(2, at, ITERATIONS, load=tmp_path, **after))
+    assert any(says in remark for remark in record.remarks), record.remarks
+    assert max(record.losses) < max(losses) + 0.05, "the weights must not jump"
 
 
 def nan_in_replica_1(replica: Replica, state: TrainingState) -> None:

@@ -59,3 +59,27 @@ def test_b54_replicas_are_byte_equal_and_the_error_is_within_the_bound(dtype: st
 def test_b54_updates_smaller_than_a_bf16_step_of_the_weights_are_not_lost(dtype: str) -> None:
     """The pseudo gradient comes from the fp32 masters of a bf16 model, whatever crosses the link."""
     assert lost_updates(run_engine(small_steps("R2").changed(edit_comm_dtype=dtype))) == set()
+
+
+LOSSY = {
+    "int8": {"edit_comm_dtype": "int8"},
+    "int4": {"edit_comm_dtype": "int4"},
+    "largest": {"edit_sparsity": 0.5},
+    "random": {"edit_sparsity": 0.5, "edit_sparsity_method": "random"},
+}
+
+
+@pytest.mark.parametrize("lossy", LOSSY)
+def test_what_tensor_parallel_ranks_share_stays_the_same(lossy: str) -> None:
+    """Their shards are next to other values, so a scale or a threshold of the whole shard would part them."""
+    settings = {"edit_num_replicas": 2, "tensor_model_parallel_size": 2, **LOSSY[lossy]}
+    records = run_engine(Run(4, settings, 6, snapshots=False))
+    for first, second in (records[:2], records[2:]):
+        assert first.digests["replicated"] == second.digests["replicated"]
+        assert first.digests["weights"] != second.digests["weights"]
+
+
+def test_both_copies_of_a_tied_matrix_stay_the_same() -> None:
+    settings = {"edit_num_replicas": 2, "pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": False}
+    records = run_engine(Run(4, {**settings, **LOSSY["random"]}, 6, snapshots=False))
+    assert len({record.digests["embedding"] for record in records}) == 1

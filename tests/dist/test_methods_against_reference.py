@@ -33,6 +33,7 @@ PENALTY: dict[str, Any] = {
 METHODS: dict[str, dict[str, Any]] = {
     "post-local-sgd": {"edit_method": "post-local-sgd"},
     "slowmo": {"edit_method": "slowmo"},
+    "slowmo in the forward pass": {"edit_method": "slowmo", "edit_sync_placement": "forward"},
     "diloco": {"edit_method": "diloco"},
     "diloco with the penalty, in the forward pass": {
         "edit_method": "diloco",

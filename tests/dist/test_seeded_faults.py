@@ -156,8 +156,8 @@ def sync_resets_inner_moments(replica: Replica) -> None:
 def sends_zero_times_its_values(replica: Replica) -> None:
     """A replica that is left out sends 0 x Delta in place of zeros."""
 
-    def weighted_sum(flat: Tensor, weight: float, error: Tensor | None) -> Any:
-        return transport.all_reduce(flat.mul_(weight)), 0
+    def weighted_sum(flat: Tensor, weight: float, error: Tensor | None, *, exact: int = 0) -> Any:
+        return [transport.all_reduce(flat.mul_(weight))]
 
     transport = replica.engine.transport
     transport.weighted_sum = weighted_sum  # type: ignore[method-assign]
