@@ -26,9 +26,9 @@ from tests.reference.plain_methods import MethodResult, MethodSettings, MethodSy
 TOLERANCES = defaultdict(lambda: 1e-5, {"norms": 5e-5, "weights of the replicas": 5e-5, "clip coefficients": 5e-5})
 # Rounding to few levels, voting on signs and keeping the largest are not continuous: an error of 1e-8 turns a few
 # elements over, each by a step of its block or to 0 and back. So one in a hundred may be off, and what is made of all
-# of them is off a little. Without error feedback, or with blocks cut otherwise, weights are off 2 to 10 times as much.
+# of them is off a little. Without error feedback weights are off 2 to 3 times as much as is allowed here.
 TURNED_OVER = 0.01
-DISCONTINUOUS = defaultdict(lambda: 1e-3, {"moments": 1e-2})
+DISCONTINUOUS = defaultdict(lambda: 1e-3, {"moments": 1e-2, "grad norms": 5e-3})
 WEIGHTS = ("weights before a sync", "parameters", "anchor", "outer momentum")
 ERROR_OF_WEIGHTS = {"fp32": 1e-5, "bf16": 8e-6, "int8": 2.5e-5, "int4": 3e-4}
 
