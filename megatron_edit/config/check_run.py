@@ -27,9 +27,11 @@ def check_length(config: Config) -> Iterator[str]:
     """Exactly one of iterations and samples."""
     training = config.training
     iters_given, samples_given = is_given(config, "train_iters"), is_given(config, "train_samples")
-    if config.edit.edit_method == "a-edit":
-        if not samples_given and not iters_given:
-            yield "--edit-method a-edit needs --train-samples, for example --train-samples 10000"
+    by_time = config.edit.edit_method == "a-edit"
+    if by_time and not samples_given and not iters_given:
+        yield "--edit-method a-edit needs --train-samples, for example --train-samples 10000"
+    elif by_time and iters_given:
+        pass  # check_method says why it contradicts
     elif iters_given and samples_given:
         yield (
             f"--train-iters {training.train_iters} and --train-samples {training.train_samples} are both "
