@@ -1,6 +1,6 @@
 # What can be done with this repository. Needs nothing but Python (3.11 or 3.12), pip and make.
 #   make quickstart   train a small Llama with EDiT on this machine's CPU, on real text
-#   make test         all that CI runs            make test-full   everything, the long tests too
+#   make test         all tests of CI             make test-full   everything, the long tests too
 #   make lint         ruff, mypy, import-linter   make bench       benchmarks, one after another
 #   make bench-checkpoint  seconds and bytes of a save, against torch.save
 #   make docs         write docs/flags.md anew from the config schema

@@ -113,7 +113,8 @@ def _check_tokenizer(files: IndexedFiles, manifest: Manifest | None, tokenizer: 
                 f"{prefix} was made with another tokenizer: {manifest.tokenizer}, vocabulary "
                 f"{manifest.vocab_size}, fingerprint {manifest.tokenizer_fingerprint[:12]}; given is "
                 f"{tokenizer.name}, {tokenizer.vocab_size}, {tokenizer.fingerprint[:12]} (--tokenizer-type, "
-                f"--tokenizer-model). If they agree all the same, delete {Manifest.path(prefix)}"
+                "--tokenizer-model): give the one that made it. If both give the same ids, delete "
+                f"{Manifest.path(prefix)}"
             )
     if largest >= tokenizer.vocab_size:
         raise DataError(

@@ -81,9 +81,14 @@ def train_sentencepiece(
     if first is None:
         raise DataError(f"--input {' '.join(inputs)} holds no text")
 
+    problems: list[DataError] = []
+
     def all_pieces() -> Iterator[str]:
         yield first
-        yield from pieces
+        try:
+            yield from pieces
+        except DataError as error:  # the library would lose it
+            problems.append(error)
 
     model = io.BytesIO()
     try:
@@ -110,8 +115,12 @@ def train_sentencepiece(
             minloglevel=2,
         )
     except RuntimeError as error:
+        if problems:
+            raise problems[0] from None
         reason = str(error).rsplit("] ", 1)[-1].strip() or str(error)  # after the library's file, line and condition
         raise DataError(f"--vocab-size {vocab_size} does not fit this text: {reason}") from None
+    if problems:
+        raise problems[0]
     path = Path(f"{output_prefix}.model")
     partial = Path(f"{path}.partial-{os.getpid()}")
     try:

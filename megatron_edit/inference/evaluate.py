@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_edit.config.schema import ConfigError
+from megatron_edit.data.indexed import Manifest
 from megatron_edit.inference.perplexity import corpus_tokens, perplexity, text_tokens
 from megatron_edit.inference.start import Started, add_flags, run
 from megatron_edit.inference.tasks import PAPER_TASKS, run_tasks
@@ -59,6 +60,13 @@ def _evaluate(arguments: argparse.Namespace, started: Started) -> None:
     if arguments.data_path:
         tokens = corpus_tokens(arguments.data_path, arguments.split, arguments.split_name)
         source = f"{arguments.data_path} {arguments.split_name}"
+        manifest = Manifest.read(arguments.data_path)
+        if manifest is not None and manifest.tokenizer_fingerprint != started.tokenizer.fingerprint:
+            started.say(
+                f"*** {arguments.data_path} was made with {manifest.tokenizer} (vocabulary {manifest.vocab_size}), the "
+                f"model's tokenizer is {started.tokenizer.name} ({started.tokenizer.vocab_size}): the loss means "
+                "something only if their ids are the same, as after a conversion ***"
+            )
         results["perplexity"].append(perplexity(started, tokens, source=source, **options).record)
     if arguments.text_file:
         tokens, size = text_tokens(started, arguments.text_file)

@@ -211,12 +211,11 @@ class SyncEngine:
             return
         if self.config.edit_sync_delay:
             self.complete_in_flight()
-        if self._updates_since_sync_anywhere():
+        if fragments := self._fragments_with_updates():
             steps = self.trigger.steps_since_sync
             self.trigger.syncs += 1
             self.trigger.last_sync_step = self.trigger.steps
-            everything = tuple(range(self.num_fragments))
-            self._meet(everything, steps, at_end=True)
+            self._meet(fragments, steps, at_end=True)
         self.complete_in_flight()
         self.drain()
 
@@ -324,6 +323,7 @@ class SyncEngine:
             self._leave_warmup()
         elif not self.trigger.in_warmup:
             self.ensure_errors()
+            self._allocate_buffers()
 
     def take_up(self, event: SyncEvent, pending: dict[int, Pending]) -> None:
         """Adds a sync that a checkpoint has left under way: its modules, by index."""
@@ -703,9 +703,12 @@ class SyncEngine:
             flat.zero_()
         return flat
 
-    def _updates_since_sync_anywhere(self) -> bool:
-        mine = torch.tensor([max(self.updates_since_sync)], dtype=torch.int64)
-        return bool(self.transport.all_gather(mine).any())
+    def _fragments_with_updates(self) -> tuple[int, ...]:
+        """Those that some replica has updated since their last sync; all where a mixture left replicas apart."""
+        if self.config.edit_mixing_alpha is not None:
+            return tuple(range(self.num_fragments))
+        mine = torch.tensor(self.updates_since_sync, dtype=torch.int64)
+        return tuple(self.transport.all_gather(mine).any(dim=0).nonzero().flatten().tolist())
 
     def _observe(self, event: str, module: ModuleShard) -> None:
         if self._observer is not None:

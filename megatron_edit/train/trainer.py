@@ -79,6 +79,7 @@ class Trainer:
         self._steps_before = 0 if self.engine.synchronous else self.engine.trigger.steps_since_sync
         steps = position.reserves["replica_steps"] if position.reserves else [self.iteration]  # of the saved replicas
         self._met_at: dict[int, int] = {}  # sync -> iteration, until it is reported
+        self._steps_ahead = self.engine.trigger.steps - self.iteration
         self._sample_ids = SampleIdFile(config.data.log_sample_ids, self.mesh, steps)
         self._feed = TrainingFeed(self.data, self.pace, self.mesh.replica, position.reserves)
         self._metrics = MetricsReducer(
@@ -168,8 +169,11 @@ class Trainer:
 
     def _train_iteration(self) -> None:
         """One step of every replica."""
+        synchronous = self.engine.synchronous
         self._train_step(lambda: False)
         self.pace.meet_after_one_step()
+        if synchronous and not self.engine.synchronous:
+            self._say_memory()
 
     def _at_boundary(self) -> None:
         """What needs all replicas, when its interval is over."""
@@ -250,7 +254,9 @@ class Trainer:
             place = self.mesh.place
             if place.sync == place.dp == place.cp == place.tp == 0:  # one rank of each stage
                 self._output.warn(self.engine.take_warnings())
-            iteration = None if self.engine.method.equal_steps else self.iteration
+            iteration = self.iteration
+            if self.engine.method.equal_steps:  # a replica's own steps are more or fewer after a run of a-edit
+                iteration = result.decision.iteration - self._steps_ahead
             iteration = self._met_at.pop(result.decision.index, iteration)
             self._metrics.emit_sync(stage_sync_report(result, self.mesh, self.engine.modules, iteration))
 
@@ -271,6 +277,10 @@ class Trainer:
         self._output.say(f"parameters: {int(counted):,}, counted over the ranks of replica 0 (formula: {expected:,})")
         if int(counted) != expected:
             raise RuntimeError(f"the ranks hold {int(counted):,} parameters, the flags ask for {expected:,}")
+        self._say_memory()
+
+    def _say_memory(self) -> None:
+        """At the start, and again when the synchronous warm-up is over: what the sync adds comes then."""
         table = memory_table(self.replica, self._checkpoints.state)
         self._output.say(largest_of_all_ranks(table, self.mesh).line())
 
