@@ -100,7 +100,8 @@ def test_steps_that_the_checkpoint_lacks_are_dropped(tmp_path: Path) -> None:
     file = tmp_path / "run" / "metrics.jsonl"
     assert [record["iteration"] for record in records(file, "train")] == list(range(1, 10))
     dropped = file.with_name("metrics.jsonl.dropped")
-    assert {json.loads(line)["iteration"] for line in dropped.read_text().splitlines()} <= {5, 6, 7}
+    lines = dropped.read_text().splitlines() if dropped.exists() else []  # killed before the numbers had arrived
+    assert {json.loads(line)["iteration"] for line in lines} <= {5, 6, 7}
 
 
 def test_a_tracker_that_is_not_installed_is_named() -> None:
