@@ -22,7 +22,7 @@ from megatron_edit.sync.transport import SyncTransport
 
 
 class OuterState:
-    """On the device. `has_momentum` False (no outer momentum in the method) is not made: every anchor has one."""
+    """On the device, where reading and updating need no copy; the other places are made from it."""
 
     def __init__(self, modules: list[ModuleShard], platform: Platform) -> None:
         self.modules, self.platform = modules, platform
@@ -99,10 +99,6 @@ class HostOuterState(OuterState):
 
     def _empty(self, numel: int) -> torch.Tensor:
         return self.platform.empty_pinned(numel, torch.float32)
-
-    def set_anchor(self, module: ModuleShard, flat: torch.Tensor) -> None:
-        """See OuterState; the host waits."""
-        self._anchors[module.index].copy_(flat)
 
     def prefetch(self, module: ModuleShard, *, momentum: bool = False) -> None:
         """Starts the copies to the device that are not under way."""

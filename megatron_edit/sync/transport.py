@@ -38,7 +38,7 @@ class _Queued:
 
 
 class SyncTransport:
-    """What crosses the sync group. `codec`: None for fp32. `chains`: whether messages are chains of collectives."""
+    """What crosses the sync group. `codec`: None for fp32. `consensus`: "none", or how signs are voted on."""
 
     def __init__(
         self,
