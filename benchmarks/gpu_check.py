@@ -178,7 +178,7 @@ def train(platform: Any, world_size: int, precision: str) -> dict[str, Any]:
         "norms": replica.engine.last_decision.norms.flatten().tolist(),
         "masters": {name: piece.master.cpu().clone() for name, piece in pieces},
         "model": {name: piece.model.detach().cpu().clone() for name, piece in pieces},
-        "anchor": {str(index): anchor.cpu() for index, anchor in enumerate(replica.engine.anchor)},
+        "anchor": {str(index): anchor.cpu() for index, anchor in enumerate(replica.engine.state.anchor)},
     }
 
 

@@ -58,9 +58,6 @@ MODES: dict[str, dict[str, Any]] = {
     "edit, int8": {"edit_comm_dtype": "int8"},
     "streaming, delay 2": {"edit_method": "streaming", "edit_sync_interval": 16, "edit_sync_delay": 2},
 }
-# What the own time of the engine's methods is called; that of its other methods, and of timing, is "decision".
-PARTS = {"_measure": "norms", "_launch": "launch", "_apply": "apply"}
-ENTRIES = ("begin_sync", "after_step", "complete", "launch_after")
 
 
 @dataclass
@@ -286,12 +283,22 @@ class TimedReplica:
         chunk.register_forward_hook(lambda *_: self.forward_seconds.append(time.perf_counter() - self._started))
 
     def _time_the_engine(self) -> None:
+        """The own time of the outermost calls, and of timing, is "decision"."""
         engine: Any = self.engine
-        for name, part in {**dict.fromkeys(ENTRIES, "decision"), **PARTS}.items():
-            setattr(engine, name, self.parts.wrap(getattr(engine, name), part))
-        engine.transport.all_gather = self.parts.wrap(engine.transport.all_gather, "exchange")
+        transport = engine.fleet.transport
+        for owner, name, part in (
+            (engine, "after_step", "decision"),
+            (engine.placement, "complete", "decision"),
+            (engine.placement, "launch_after", "decision"),
+            (engine.exchange, "_measure", "norms"),
+            (engine.averages, "launch", "launch"),
+            (engine.averages, "apply", "apply"),
+            (transport, "all_gather", "exchange"),
+        ):
+            if hasattr(owner, name):  # only a placement in the forward pass is called there
+                setattr(owner, name, self.parts.wrap(getattr(owner, name), part))
         for name in ("all_reduce", "_chain"):
-            setattr(engine.transport, name, self._with_timed_wait(getattr(engine.transport, name)))
+            setattr(transport, name, self._with_timed_wait(getattr(transport, name)))
 
     def _with_timed_wait(self, send: Callable[..., Any]) -> Callable[..., Any]:
         def sent(*arguments: Any) -> Any:
@@ -310,10 +317,9 @@ class TimedReplica:
 
     def settle(self) -> None:
         """What still travels (streaming) has arrived, so that the link is free for the next one's turn."""
-        for pending in self.engine.pending:
-            for handle in [] if pending is None else pending.handles:
-                if handle is not None:
-                    handle.wait()
+        for _, modules in self.engine.placement.under_way:
+            for pending in modules:
+                pending.wait()
 
 
 @dataclass

@@ -62,6 +62,7 @@ class SavedInFlight:
                 continue
             replica = state.mesh.replica % len(entry["left_out"])
             pending = Pending(
+                module.index,
                 self.events[entry["event"]],
                 weight=entry["weights"][replica],
                 rolled_back=entry["rolled_back"],
@@ -148,4 +149,4 @@ class SavedInFlight:
         """The engine goes on with them."""
         for event in self.events.values():
             mine = {index: pending for index, pending in self.pending.items() if pending.event is event}
-            self.state.engine.take_up(event, mine)
+            self.state.engine.state.take_up(event, mine)

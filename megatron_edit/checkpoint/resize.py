@@ -70,7 +70,7 @@ def sync_of_saved_replicas(
 
     def updates_of(replica: int, module: ModuleShard) -> int:
         since: list[int] = replicas[replica]["updates_since_sync"]  # of each fragment
-        known = since[module.fragment] if len(since) == engine.num_fragments else max(since)
+        known = since[module.fragment] if len(since) == engine.trigger.num_fragments else max(since)
         return 0 if in_flight.drops_progress(module.index, replica) else known
 
     updates = torch.tensor([[updates_of(i, module) for module in engine.modules] for i in range(len(replicas))])
@@ -87,17 +87,18 @@ def sync_of_saved_replicas(
         m = module.index
         if not anchors:
             if not decision.rolled_back[m]:
-                engine.transport.broadcast(averaged[m])
+                engine.fleet.transport.broadcast(averaged[m])
                 module.write_masters(averaged[m])
             continue
         anchor, momentum = anchors[m].to(device), momenta[m].to(device)
         inner_lr = in_flight.inner_lr(m)
         if (average := in_flight.average(m)) is not None:
-            engine.outer_step(anchor, momentum, average, engine.clip_coefficient_of(module, average), inner_lr)
+            beta = engine.averages.clip_coefficient_of(module, average)
+            engine.averages.outer_step(anchor, momentum, average, beta, inner_lr)
         if not decision.rolled_back[m]:
-            beta = engine.clip_coefficient_of(module, averaged[m])
-            engine.outer_step(anchor, momentum, averaged[m], beta, float(replicas[0]["inner_lr"]))
+            beta = engine.averages.clip_coefficient_of(module, averaged[m])
+            engine.averages.outer_step(anchor, momentum, averaged[m], beta, float(replicas[0]["inner_lr"]))
         for whole, moved in ((anchors[m], anchor), (momenta[m], momentum)):
-            engine.transport.broadcast(moved)  # bit-equal in all replicas even where kernels round differently
+            engine.fleet.transport.broadcast(moved)  # bit-equal in all replicas even where kernels round differently
             whole.copy_(moved)
     return decision.verdict, decider.detector.state_dict()

@@ -86,8 +86,8 @@ def restore(
     anchors: list[torch.Tensor] = []
     momenta: list[torch.Tensor] = []
     if has_anchor:
-        engine.ensure_anchor()
-        anchors, momenta = engine.anchor, engine.outer_momentum
+        engine.state.allocate()
+        anchors, momenta = engine.state.anchor, engine.state.outer_momentum
         tensors += [*_whole(state, "anchor", anchors), *_whole(state, "outer_momentum", momenta)]
     if not from_anchor:
         # at a sync, and in the warm-up, all replicas are equal
@@ -123,7 +123,7 @@ def restore(
     if resized and detector is not None:
         detector = _resized_detector(detector, new)
     if has_anchor:
-        engine.outer_state.set_whole(anchors, momenta)
+        engine.state.outer.set_whole(anchors, momenta)
     for module in engine.modules:
         if from_anchor:
             module.write_masters(anchors[module.index].to(state.mesh.platform.device))
@@ -131,19 +131,19 @@ def restore(
             piece.model.copy_(piece.master)
     keeps_interval = not resized and not from_anchor
     try:
-        engine.resume(
+        engine.state.load(
             trigger,
             detector=detector,
             updates_since_sync=saved["replicas"][source]["updates_since_sync"] if keeps_interval else (),
             steps_since_average=saved["replicas"][source]["steps_since_average"] if keeps_interval else 0,
-            has_anchor=has_anchor,
         )
     except WarmupError as error:
         raise CheckpointError(f"{folder}, --edit-warmup-steps: {error}") from error
+    engine.resume(has_anchor=has_anchor)
     if keeps_interval and in_flight.events:
         in_flight.hand_over()
-        if saved["in_flight"]["schedule"] != engine.schedule_of_syncs and engine.method.placement != "round":
-            engine.complete_in_flight()
+        if saved["in_flight"]["schedule"] != engine.state.schedule_of_syncs and engine.method.placement != "round":
+            engine.state.apply_under_way()
             remarks.append("the schedule of the syncs is another one: the averages under way were applied now")
     _gather_model(state)
     if random_states:
@@ -170,7 +170,8 @@ def restore_weights(
     for module in state.engine.modules:
         for piece in module.slices:
             piece.model.copy_(piece.master)
-    state.engine.resume({"steps": iteration, "syncs": 0, "warmup_end": None})
+    state.engine.state.load({"steps": iteration, "syncs": 0, "warmup_end": None})
+    state.engine.resume()
     _gather_model(state)
     return remarks
 
@@ -198,9 +199,10 @@ def _whole(state: TrainingState, name: str, flats: list[torch.Tensor]) -> Iterat
 
 def _errors(state: TrainingState, saved: dict[str, Any], replica: int) -> Iterator[ShardedTensor]:
     """What compression still owes, where both runs compress; a new run owes nothing."""
-    state.engine.ensure_errors()
+    errors = state.engine.state.errors
+    errors.allocate()
     if saved["has_errors"]:
-        for module, flat in zip(state.engine.modules, state.engine.errors, strict=False):
+        for module, flat in zip(state.engine.modules, errors.tensors, strict=False):
             for piece, view in zip(module.slices, module.views(flat), strict=True):
                 yield from state.pieces(own_key(replica, ERROR, piece.name), piece, _emptied(piece.name, view))
 

@@ -31,6 +31,7 @@ from megatron_edit.config.schema import ModelConfig
 from megatron_edit.model.names import EMBEDDING, module_key
 from megatron_edit.model.sharding import full_parameter_shapes
 from megatron_edit.sync.engine import SyncEngine
+from megatron_edit.sync.event import Pending
 from megatron_edit.sync.modules import ModuleShard, ShardSlice
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -96,6 +97,7 @@ class TrainingState:
         self, engine: SyncEngine, optimizer: MegatronOptimizer, model: ModelConfig, vocab_size: int
     ) -> None:
         self.engine = engine
+        self.sync = engine.state
         self.optimizer = optimizer
         self.mesh = engine.mesh
         self.model = model
@@ -126,7 +128,8 @@ class TrainingState:
         sync they are equal; "weights": masters of replica 0 as `model.<name>` in the model's dtype.
         """
         mesh, engine = self.mesh, self.engine
-        shared = [] if scope == "weights" else [engine.anchor, engine.outer_momentum]
+        shared = [] if scope == "weights" else [self.sync.anchor, self.sync.outer_momentum]
+        under_way = self._pending()
         for module in engine.modules:
             for piece in module.slices:
                 if not self._is_written(piece):
@@ -137,17 +140,18 @@ class TrainingState:
                     continue
                 if scope == "full" or mesh.replica == 0:
                     for state, flat in self.local_state(piece).items():
-                        if not (state == "param" and scope == "compact" and engine.has_anchor):
+                        if not (state == "param" and scope == "compact" and self.sync.has_anchor):
                             yield from self.pieces(local_key(mesh.replica, state, piece.name), piece, flat)
             if scope == "weights":
                 continue
             writes_shared = module.index % mesh.num_replicas == mesh.replica
-            if engine.has_anchor and writes_shared:
+            if self.sync.has_anchor and writes_shared:
                 for state, whole in zip(SHARED, shared, strict=True):
                     yield from self._written(module, whole[module.index], partial(shared_key, state))
-            yield from self._in_flight_to_save(module, writes_shared)
-            if engine.errors and (scope == "full" or mesh.replica == 0):
-                yield from self._written(module, engine.errors[module.index], partial(own_key, mesh.replica, ERROR))
+            yield from self._in_flight_to_save(module, under_way.get(module.index), writes_shared)
+            owed = self.sync.errors.of(module)
+            if owed is not None and (scope == "full" or mesh.replica == 0):
+                yield from self._written(module, owed, partial(own_key, mesh.replica, ERROR))
         if scope == "weights":
             return
         if mesh.replica == mesh.place.dp == mesh.place.cp == mesh.place.tp == 0:
@@ -164,12 +168,17 @@ class TrainingState:
             if self._is_written(piece):
                 yield from self.pieces(key_of(piece.name), piece, view)
 
-    def _in_flight_to_save(self, module: ModuleShard, writes_shared: bool) -> Iterator[ShardedTensor]:
+    def _pending(self) -> dict[int, Pending]:
+        """Modules whose sync is under way, by index."""
+        return {pending.module: pending for _, modules in self.sync.under_way for pending in modules}
+
+    def _in_flight_to_save(
+        self, module: ModuleShard, pending: Pending | None, writes_shared: bool
+    ) -> Iterator[ShardedTensor]:
         """A sync under way: its average, which must have arrived, and the masters when it set out."""
-        pending = self.engine.pending[module.index]
         if pending is None or pending.rolled_back:
             return
-        assert pending.buffer is not None and not pending.event.in_forward, "a due sync must have been completed"
+        assert pending.buffer is not None
         pending.wait()
         if writes_shared:
             yield from self._written(module, pending.buffer, partial(shared_key, IN_FLIGHT))
@@ -207,7 +216,7 @@ class TrainingState:
         for module in self.engine.modules:
             if module.key == "embedding" and not self.mesh.is_first_stage:
                 continue
-            for field, value in self.engine.decider.detector.state_dict().items():
+            for field, value in self.sync.decider.detector.state_dict().items():
                 column = value[module.index : module.index + 1] if field == PER_MODULE else value[:, module.index]
                 yield whole_tensor(f"edit.detector.{module.key}.{field}", column.clone())
 
@@ -219,13 +228,13 @@ class TrainingState:
                 torch.zeros(1 if field == PER_MODULE else num_replicas, dtype=value.dtype),
             )
             for module in self.engine.modules
-            for field, value in self.engine.decider.detector.state_dict().items()
+            for field, value in self.sync.decider.detector.state_dict().items()
         }
 
     def detector_state(self, columns: dict[str, ShardedTensor]) -> dict[str, torch.Tensor]:
         """`AnomalyDetector.state_dict()` from loaded columns: [R, M] each, [M] of majority_streak."""
         state = {}
-        for field in self.engine.decider.detector.state_dict():
+        for field in self.sync.decider.detector.state_dict():
             parts = [columns[f"{module.key}.{field}"].data for module in self.engine.modules]
             assert all(part is not None for part in parts)
             state[field] = torch.cat(parts) if field == PER_MODULE else torch.stack(parts, dim=1)
@@ -250,9 +259,9 @@ class TrainingState:
         """Counters as JSON, the same on all ranks. Collective over `group`, all ranks."""
         mine = {
             "adam_step": self._adam_step(),
-            "updates_since_sync": self.engine.updates_since_sync,
-            "steps_since_average": self.engine.trigger.steps - self.engine.steps_at_average,
-            "inner_lr": self.engine.inner_lr,
+            "updates_since_sync": self.sync.counts.of_fragments,
+            "steps_since_average": self.sync.steps_since_average,
+            "inner_lr": self.sync.counts.inner_lr,
             "grad_scalers": [
                 None
                 if part.grad_scaler is None
@@ -267,10 +276,10 @@ class TrainingState:
         dist.all_gather_object(gathered, (mine, self._modules_in_flight()), group=group)
         leaders = [ranks[0] for ranks in self.mesh.layout.replicas()]
         return {
-            "trigger": self.engine.trigger.state_dict(),
-            "has_anchor": self.engine.has_anchor,
-            "has_errors": bool(self.engine.errors),
-            "edit_modules": self.engine.config.edit_modules,
+            "trigger": self.sync.trigger.state_dict(),
+            "has_anchor": self.sync.has_anchor,
+            "has_errors": bool(self.sync.errors.tensors),
+            "edit_modules": self.sync.config.edit_modules,
             "in_flight": {
                 "events": [
                     {
@@ -279,9 +288,9 @@ class TrainingState:
                         "apply_after": event.apply_after,
                         "inner_lr": event.inner_lr,
                     }
-                    for event in self.engine.events
+                    for event, _ in self.sync.under_way
                 ],
-                "schedule": self.engine.schedule_of_syncs,
+                "schedule": self.sync.schedule_of_syncs,
                 "modules": {key: entry for _, modules in gathered for key, entry in modules.items()},
             },
             "replicas": [gathered[rank][0] for rank in leaders],
@@ -290,23 +299,22 @@ class TrainingState:
     def _modules_in_flight(self) -> dict[str, Any]:
         """What was decided on this stage's modules whose sync is under way; the same in all replicas."""
         modules = {}
-        for module, pending in zip(self.engine.modules, self.engine.pending, strict=True):
-            if pending is not None:
-                decision, m = pending.event.decision, module.index
-                modules[module.key] = {
-                    "event": decision.index,
-                    "rolled_back": pending.rolled_back,
-                    "delayed": pending.event.apply_after is not None,
-                    "left_out": decision.verdict.left_out[:, m].tolist(),
-                    "norms": decision.norms[:, m].tolist(),
-                    "steps": decision.steps[:, m].tolist(),
-                    "weights": decision.weights[:, m].tolist(),
-                }
+        for pending in self._pending().values():
+            decision, m = pending.event.decision, pending.module
+            modules[self.engine.modules[m].key] = {
+                "event": decision.index,
+                "rolled_back": pending.rolled_back,
+                "delayed": pending.event.apply_after is not None,
+                "left_out": decision.verdict.left_out[:, m].tolist(),
+                "norms": decision.norms[:, m].tolist(),
+                "steps": decision.steps[:, m].tolist(),
+                "weights": decision.weights[:, m].tolist(),
+            }
         return modules
 
     def set_numbers(self, replica: dict[str, Any]) -> None:
         """Adam's step and loss scale of this rank from an entry of `numbers()["replicas"]`."""
-        self.engine.inner_lr = replica["inner_lr"]
+        self.sync.counts.inner_lr = replica["inner_lr"]
         for module in self.engine.modules:
             for piece in module.slices:
                 inner = self._inner[id(piece.optimizer_parameter)]

@@ -26,7 +26,7 @@ def anchor_weights(engine: SyncEngine) -> Iterator[None]:
     if differ:
         for module in engine.modules:
             _write_model(module, module.views(engine.agreed_parameters(module)))
-            engine.outer_state.release(module)
+            engine.release(module)
         _gather_parameters(engine)
     try:
         yield

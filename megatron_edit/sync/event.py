@@ -31,27 +31,6 @@ class SyncDecision:
         """bool [R]: the replica made a step that counts in some module."""
         return self.steps.gt(0).any(dim=1)
 
-    def merged(self, other: SyncDecision) -> SyncDecision:
-        """This decision, with the columns of the modules that are due in `other` of the same sync."""
-
-        def columns(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-            return torch.where(other.due, theirs, mine)
-
-        def pick(name: str) -> torch.Tensor:
-            return columns(getattr(self.verdict, name), getattr(other.verdict, name))
-
-        verdict = DetectorVerdict(*map(pick, ("flagged", "non_finite", "left_out", "restarted", "streak")))
-        return SyncDecision(
-            self.index,
-            self.iteration,
-            self.due | other.due,
-            columns(self.norms, other.norms),
-            columns(self.steps, other.steps),
-            verdict,
-            columns(self.weights, other.weights),
-            columns(self.rolled_back, other.rolled_back),
-        )
-
 
 @dataclass(frozen=True)
 class SyncResult:
@@ -80,7 +59,6 @@ class SyncEvent:
     decision: SyncDecision
     decided_at: Any  # event of the computing stream
     clip_coefficients: list[torch.Tensor]  # [M] 0-d fp64 each
-    in_forward: bool = False  # its modules are updated in the forward pass of the step after
     apply_after: int | None = None  # with a delay: the step after which they are updated
     inner_lr: float = 0.0  # of the step before it
     modules_left: int = 0
@@ -108,6 +86,7 @@ class Pending:
     anchor: of the parameters). `at_launch` [numel] fp32: the masters when it was launched, kept with a delay only.
     """
 
+    module: int  # its index
     event: SyncEvent
     weight: float  # of this replica
     rolled_back: bool
@@ -116,7 +95,6 @@ class Pending:
     at_launch: torch.Tensor | None = None
     moments: torch.Tensor | None = None  # [2 numel] fp32, on its way to the average of Adam's moments
     handles: list[Any] = field(default_factory=list)
-    previous: Pending | None = None  # of the sync before, which is applied first (placement "round")
 
     def wait(self) -> None:
         """What is on its way has arrived afterwards; on CUDA for the current stream, not the host."""

@@ -26,7 +26,7 @@ from megatron_edit.parallel.mesh import Mesh
 
 
 class ParameterSync(Protocol):
-    """What a bucket group calls when the forward pass asks for its parameters (the sync engine)."""
+    """What a bucket group calls when the forward pass asks for its parameters (`placements.InForward`)."""
 
     def complete(self, module: ModuleShard) -> None:
         """Finish a due sync of `module`: its shard of the parameters is final afterwards."""
@@ -92,6 +92,7 @@ class ModuleShard:
     index: int  # position in forward order over all chunks of this rank
     bucket_group: ModuleBucketGroup
     slices: list[ShardSlice] = field(default_factory=list)
+    position: int = 0  # in forward order over the whole model; a tied matrix has one on both its stages
     fragment: int = 0  # modules of one fragment are synchronised after the same step
 
     @cached_property

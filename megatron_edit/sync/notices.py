@@ -15,9 +15,8 @@ COLLAPSED_SYNCS = 3  # in a row below half of the replicas, before the weights c
 class SyncWarnings:
     """Turns verdicts and weights into lines; keeps how long the weights have been collapsed."""
 
-    def __init__(self, module_keys: Sequence[str], num_replicas: int) -> None:
+    def __init__(self, module_keys: Sequence[str]) -> None:
         self._keys = list(module_keys)
-        self._num_replicas = num_replicas
         self._collapsed = 0  # syncs in a row
 
     def after_sync(
@@ -36,7 +35,7 @@ class SyncWarnings:
         if rolled_back.any():
             keys = [key for key, back in zip(self._keys, rolled_back.tolist(), strict=True) if back]
             lines.append(f"warning: sync {index}: every replica left out, rolled back to the anchor: {', '.join(keys)}")
-        for replica in range(self._num_replicas):
+        for replica in range(len(weights)):
             keys = [k for k, bad in zip(self._keys, verdict.non_finite[replica].tolist(), strict=True) if bad]
             if keys:
                 lines.append(
@@ -46,15 +45,15 @@ class SyncWarnings:
         return [*lines, *self._collapse(index, weights)]
 
     def _collapse(self, index: int, weights: torch.Tensor) -> list[str]:
-        averaged = weights[:, weights.sum(0) > 0]
-        if self._num_replicas == 1 or averaged.numel() == 0:
+        averaged, num_replicas = weights[:, weights.sum(0) > 0], len(weights)
+        if num_replicas == 1 or averaged.numel() == 0:
             return []
         lowest = float(effective_replicas(averaged).min())
-        self._collapsed = self._collapsed + 1 if lowest < self._num_replicas / 2 else 0
+        self._collapsed = self._collapsed + 1 if lowest < num_replicas / 2 else 0
         if self._collapsed % WARN_EVERY != COLLAPSED_SYNCS:
             return []
         return [
             f"note: sync {index}: the softmax weights have been close to one replica for {self._collapsed} syncs "
-            f"(N_eff {lowest:.2f} of {self._num_replicas}): a higher --edit-softmax-temperature, or "
+            f"(N_eff {lowest:.2f} of {num_replicas}): a higher --edit-softmax-temperature, or "
             "--edit-weighting mean, would use more of the replicas"
         ]

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from megatron_edit.platform.base import Platform
+from megatron_edit.sync.fleet import Fleet
 from megatron_edit.sync.modules import ModuleShard
-from megatron_edit.sync.transport import SyncTransport
 
 
 class OuterState:
@@ -168,36 +168,36 @@ class HostOuterState(OuterState):
 class ShardedOuterState(OuterState):
     """Dealt out over the replicas (CO2*, arXiv 2401.16265): each holds 1/R of what a rank would, gathered to read."""
 
-    def __init__(self, modules: list[ModuleShard], platform: Platform, transport: SyncTransport) -> None:
+    def __init__(self, modules: list[ModuleShard], platform: Platform, fleet: Fleet) -> None:
         super().__init__(modules, platform)
-        self._transport = transport
+        self._fleet = fleet
 
     def _stored(self, module: ModuleShard) -> int:
         return self._part_size(module)
 
     def _part_size(self, module: ModuleShard) -> int:
-        return -(-module.numel // self._transport.num_replicas)  # the last parts are padded
+        return -(-module.numel // self._fleet.num_replicas)  # the last parts are padded
 
     def _part(self, module: ModuleShard, replica: int) -> slice:
         size = self._part_size(module)
         return slice(min(replica * size, module.numel), min((replica + 1) * size, module.numel))
 
     def _own(self, module: ModuleShard, stored: torch.Tensor) -> torch.Tensor:
-        part = self._part(module, self._transport.replica)
+        part = self._part(module, self._fleet.replica)
         return stored[: part.stop - part.start]
 
     def set_anchor(self, module: ModuleShard, flat: torch.Tensor) -> None:
         """See OuterState."""
-        self._own(module, self._anchors[module.index]).copy_(flat[self._part(module, self._transport.replica)])
+        self._own(module, self._anchors[module.index]).copy_(flat[self._part(module, self._fleet.replica)])
 
     def anchor(self, module: ModuleShard) -> torch.Tensor:
         """See OuterState; a gather over the sync group, so all its ranks must ask for the same module."""
-        return self._transport.all_gather_parts(self._anchors[module.index])[: module.numel]
+        return self._fleet.transport.all_gather_parts(self._anchors[module.index])[: module.numel]
 
     def update(self, module: ModuleShard) -> tuple[torch.Tensor, torch.Tensor, slice]:
         """See OuterState; this replica's part."""
         anchor, momentum = self._anchors[module.index], self._momenta[module.index]
-        return self._own(module, anchor), self._own(module, momentum), self._part(module, self._transport.replica)
+        return self._own(module, anchor), self._own(module, momentum), self._part(module, self._fleet.replica)
 
     def updated(self, module: ModuleShard) -> torch.Tensor:
         """See OuterState; a gather."""
@@ -213,21 +213,21 @@ class ShardedOuterState(OuterState):
         """Whole copies, gathered; collective over the sync group."""
         if not self.exists:
             return []
-        gather = self._transport.all_gather_parts
+        gather = self._fleet.transport.all_gather_parts
         return [gather(self._momenta[module.index])[: module.numel] for module in self.modules]
 
     def set_whole(self, anchors: list[torch.Tensor], momenta: list[torch.Tensor]) -> None:
         """Takes this replica's parts of whole tensors."""
         for module, anchor, momentum in zip(self.modules, anchors, momenta, strict=True):
-            part = self._part(module, self._transport.replica)
+            part = self._part(module, self._fleet.replica)
             self._own(module, self._anchors[module.index]).copy_(anchor[part])
             self._own(module, self._momenta[module.index]).copy_(momentum[part])
 
 
 def build_outer_state(
-    modules: list[ModuleShard], platform: Platform, transport: SyncTransport, *, sharded: bool, on_host: bool
+    modules: list[ModuleShard], platform: Platform, fleet: Fleet, *, sharded: bool, on_host: bool
 ) -> OuterState:
     """The one that a method and --edit-cpu-offload ask for; still empty."""
     if sharded:
-        return ShardedOuterState(modules, platform, transport)
+        return ShardedOuterState(modules, platform, fleet)
     return (HostOuterState if on_host else OuterState)(modules, platform)

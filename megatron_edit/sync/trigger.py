@@ -56,6 +56,8 @@ class Trigger(ABC):
     Raises ValueError for a number out of range.
     """
 
+    num_fragments = 1  # F: parts of the model that are due after steps of their own
+
     def __init__(self, warmup_steps: int | None = 0) -> None:
         if warmup_steps is not None and warmup_steps < 0:
             raise ValueError(f"warm-up must be at least 0 steps, got {warmup_steps}; try 0")

@@ -175,7 +175,7 @@ class RunCheckpoints:
         """Whether all replicas hold the same weights, once a due sync is completed."""
         if known is not None:
             return known
-        return self._engine.replicas_agree
+        return self._engine.state.replicas_agree
 
     # ---- loading ---------------------------------------------------------------------------------------------------
 

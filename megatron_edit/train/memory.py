@@ -47,7 +47,7 @@ def memory_table(replica: Replica, state: TrainingState) -> MemoryTable:
             local = state.local_state(piece)
             is_own_memory = piece.master.untyped_storage().data_ptr() != piece.model.untyped_storage().data_ptr()
             optimizer += sum(flat.nbytes for name, flat in local.items() if name != "param" or is_own_memory)
-    stored = engine.outer_state.stored_bytes()
+    stored = engine.state.outer.stored_bytes()
     return MemoryTable(
         {
             "weights": weights,
@@ -55,9 +55,9 @@ def memory_table(replica: Replica, state: TrainingState) -> MemoryTable:
             "optimizer": optimizer,
             **stored,
             "sync buffers": engine.buffers.allocated_bytes,
-            "error feedback": sum(error.nbytes for error in engine.errors),
+            "error feedback": sum(error.nbytes for error in engine.state.errors.tensors),
         },
-        on_host=isinstance(engine.outer_state, HostOuterState),
+        on_host=isinstance(engine.state.outer, HostOuterState),
     )
 
 

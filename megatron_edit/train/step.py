@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_edit.sync.event import Meeting
@@ -69,7 +67,8 @@ class TrainStep:
         else:
             grad_norm, asked = self._clipped_gradient(asks_for_sync)
         updated = grad_norm is not None and math.isfinite(grad_norm)
-        self._step_optimizer(asked, updated, learning_rate)
+        if updated:  # else left out (ours): one bad batch then costs a step, not weights that no sync could bring back;
+            replica.optimizer.step_with_ready_grads()  # and without a token Adam would decay them
         meeting = replica.engine.after_step(updated, learning_rate=learning_rate, asked=asked)
         loss_sum, tokens = sum_losses(losses, replica.mesh.platform.device)
         return StepOutcome(loss_sum, tokens, grad_norm, updated, meeting)
@@ -88,30 +87,6 @@ class TrainStep:
             for part in optimizer.chained_optimizers:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=clip_grad, total_norm=norm)
         return norm, asked
-
-    @torch.no_grad()
-    def _step_optimizer(self, asked: bool, updated: bool, learning_rate: float) -> None:
-        """The inner optimizer's update, left out without a token (Adam would decay the weights and move on its
-        momentum) and when the gradient is not finite (ours): one bad batch then costs a step, not the weights, which
-        in synchronous steps no sync could bring back.
-
-        When a sync is due the modules that it begins with come first, so that their messages are under way while the
-        others are updated; a replica that updates nothing joins in their exchange all the same.
-        """
-        optimizer, engine = self.replica.optimizer, self.replica.engine
-        leading = engine.leading_modules(asked) if counts_steps_per_parameter(optimizer) else []
-        first = {id(piece.optimizer_parameter) for module in leading for piece in module.slices}
-        if leading:
-            if updated:
-                with only_parameters(optimizer, lambda parameter: id(parameter) in first):
-                    for part in optimizer.chained_optimizers:
-                        part.optimizer.step()
-            engine.begin_sync(leading, updated=updated, learning_rate=learning_rate)
-        if updated and not leading:
-            optimizer.step_with_ready_grads()
-        elif updated:
-            with only_parameters(optimizer, lambda parameter: id(parameter) not in first):
-                optimizer.step_with_ready_grads()
 
     def norm_and_flag(self, flag: bool) -> tuple[float, bool]:
         """Norm of the replica's gradient, and whether any of its ranks has `flag` set: one reduction for both.
@@ -155,29 +130,6 @@ class TrainStep:
     def _counts_no_token(self) -> bool:
         assert self._tokens_in_step is not None
         return not bool(self._tokens_in_step > 0)  # megatron-core has just read the same number
-
-
-def counts_steps_per_parameter(optimizer: MegatronOptimizer) -> bool:
-    """Whether parts of the parameters may be updated one after the other: torch's AdamW counts steps for each.
-
-    The fused Adams of Transformer Engine and apex count a step of a whole parameter group at each call.
-    """
-    adams = (torch.optim.AdamW, torch.optim.Adam)
-    return all(isinstance(part.optimizer, adams) for part in optimizer.chained_optimizers)
-
-
-@contextmanager
-def only_parameters(optimizer: MegatronOptimizer, chosen: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Inside, the inner optimizers update the `chosen` parameters alone."""
-    groups = [group for part in optimizer.chained_optimizers for group in part.optimizer.param_groups]
-    everything = [group["params"] for group in groups]
-    try:
-        for group in groups:
-            group["params"] = [parameter for parameter in group["params"] if chosen(parameter)]
-        yield
-    finally:
-        for group, parameters in zip(groups, everything, strict=True):
-            group["params"] = parameters
 
 
 def sum_losses(losses: list[dict[str, torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

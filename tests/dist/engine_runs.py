@@ -120,8 +120,6 @@ def train(replica: Replica, run: Run) -> RankRecord:
     keep = partial(_keep, replica, record) if run.snapshots else lambda name, flats: None
     iteration = 0
 
-    if run.spoil is not None:  # it must come before any norm is taken
-        engine.leading_modules = lambda asked=False: []  # type: ignore[method-assign]
     if run.steps_of_intervals is not None:
         _replace_clock(replica, run.steps_of_intervals)
 
@@ -148,9 +146,9 @@ def train(replica: Replica, run: Run) -> RankRecord:
     engine.drain()
     _note_sync(replica, record, iteration)
     keep("parameters", masters(replica))
-    if engine.anchor:
-        keep("anchor", engine.anchor)
-        keep("outer momentum", engine.outer_momentum)
+    if engine.state.anchor:
+        keep("anchor", engine.state.anchor)
+        keep("outer momentum", engine.state.outer_momentum)
     for name in ("exp_avg", "exp_avg_sq"):
         keep(name, inner_moments(replica, name))
     for chunk in replica.chunks:
@@ -190,7 +188,7 @@ def _spoil(replica: Replica, spoil: Spoil, iteration: int) -> None:
     engine = replica.engine
     if engine.trigger.in_warmup:
         return
-    anchors = engine.anchor
+    anchors = engine.state.anchor
     for module in engine.modules:
         views = module.views(anchors[module.index]) if anchors else [piece.master for piece in module.slices]
         for piece, anchor in zip(module.slices, views, strict=True):
@@ -269,8 +267,8 @@ def digests(replica: Replica) -> dict[str, str]:
     groups = {
         "masters": own,
         "model": model_shards(replica),
-        "anchor": engine.anchor,
-        "outer momentum": engine.outer_momentum,
+        "anchor": engine.state.anchor,
+        "outer momentum": engine.state.outer_momentum,
         "embedding": [own[module.index] for module in engine.modules if module.key == "embedding"],
         "weights": list(named.values()),
         "replicated": [parameter for name, parameter in named.items() if partition_dim(name) is None],

@@ -102,12 +102,12 @@ def test_more_layouts_go_on(start: str, end: str, replicas: int, tied: bool, sto
 
 
 def zeroed_outer_momentum(replica: Replica, state: TrainingState) -> None:
-    for momentum in replica.engine.outer_momentum:
+    for momentum in replica.engine.state.outer_momentum:
         momentum.zero_()
 
 
 def anchor_of_local_weights(replica: Replica, state: TrainingState) -> None:
-    for module, anchor in zip(replica.engine.modules, replica.engine.anchor, strict=True):
+    for module, anchor in zip(replica.engine.modules, replica.engine.state.anchor, strict=True):
         module.copy_masters_to(anchor)
 
 

@@ -53,7 +53,7 @@ def sums_instead_of_averaging(replica: Replica) -> None:
 
 def averages_twice(replica: Replica) -> None:
     """1/R once more, on the way into the all-reduce."""
-    transport = replica.engine.transport
+    transport = replica.engine.fleet.transport
     right = transport.all_reduce
     transport.all_reduce = lambda flat: right(flat.div_(replica.mesh.num_replicas))  # type: ignore[method-assign]
 
@@ -135,10 +135,10 @@ def swaps_anchor_and_local(replica: Replica) -> None:
         if event == "launch":
             local[module.index] = torch.cat([piece.master.clone() for piece in module.slices])
         elif event == "complete":
-            engine.anchor[module.index].copy_(local[module.index])
+            engine.state.anchor[module.index].copy_(local[module.index])
 
     local: dict[int, Tensor] = {}
-    engine._observer = observer
+    engine.averages.observer = observer
 
 
 def sync_resets_inner_moments(replica: Replica) -> None:
@@ -150,7 +150,7 @@ def sync_resets_inner_moments(replica: Replica) -> None:
                 if state := part.optimizer.state.get(piece.optimizer_parameter):
                     state["exp_avg"].zero_()
 
-    replica.engine._observer = observer
+    replica.engine.averages.observer = observer
 
 
 def sends_zero_times_its_values(replica: Replica) -> None:
@@ -159,13 +159,13 @@ def sends_zero_times_its_values(replica: Replica) -> None:
     def weighted_sum(flat: Tensor, weight: float, error: Tensor | None, *, exact: int = 0) -> Any:
         return [transport.all_reduce(flat.mul_(weight))]
 
-    transport = replica.engine.transport
+    transport = replica.engine.fleet.transport
     transport.weighted_sum = weighted_sum  # type: ignore[method-assign]
 
 
 def keeps_moments_of_a_non_finite_replica(replica: Replica) -> None:
     """Inner moments are kept whatever the norm was: here they come from a NaN gradient."""
-    replica.engine._zero_moments_of_non_finite = lambda verdict: None  # type: ignore[method-assign]
+    replica.engine.exchange.zero_moments_of_non_finite = lambda verdict: None  # type: ignore[method-assign]
 
 
 def writes_only_the_masters(replica: Replica) -> None:
