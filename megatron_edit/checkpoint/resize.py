@@ -64,7 +64,7 @@ def sync_of_saved_replicas(
             squares[replica, module.index] = module.counted_square_sum(delta)
     if state.mesh.norm_group.size() > 1:
         dist.all_reduce(squares, group=state.mesh.norm_group)
-    decider = Decider(engine.config, engine.method, len(replicas), len(engine.modules))
+    decider = Decider(engine.config, engine.method, range(len(replicas)), len(engine.modules))
     if detector_state is not None:
         decider.detector.load_state_dict(detector_state)
 
@@ -74,7 +74,9 @@ def sync_of_saved_replicas(
         return 0 if in_flight.drops_progress(module.index, replica) else known
 
     updates = torch.tensor([[updates_of(i, module) for module in engine.modules] for i in range(len(replicas))])
-    decision = decider.decide(0, 0, range(len(engine.modules)), squares.sqrt().cpu(), updates)
+    decision = decider.decide(
+        0, 0, range(len(engine.modules)), squares.sqrt().cpu(), updates, range(len(replicas))
+    )
 
     averaged = [torch.zeros_like(delta) for delta in deltas]
     for replica in range(len(replicas)):

@@ -18,37 +18,54 @@ from megatron_edit.sync.penalty import replica_weights
 
 
 class Decider:
-    """Holds the detectors. Every rank feeds it the same numbers and so comes to the same decisions."""
+    """Holds the detectors. Every rank feeds it the same numbers and so comes to the same decisions.
 
-    def __init__(self, config: EditConfig, method: Method, num_replicas: int, num_modules: int) -> None:
+    replicas     ids [R] of those that the detectors begin with
+    num_modules  M, on this rank
+    """
+
+    def __init__(self, config: EditConfig, method: Method, replicas: Sequence[int], num_modules: int) -> None:
         assert config.edit_anomaly_threshold is not None and config.edit_weighting is not None, "not resolved"
         self.weighting = config.edit_weighting
         self.temperature = config.edit_softmax_temperature
         self.by_time = method.trigger == "time"
         self.step_weight_ratio = config.edit_step_weight_ratio
         self.detector = AnomalyDetector(
-            num_replicas,
+            len(replicas),
             num_modules,
             threshold=config.edit_anomaly_threshold,
             alpha=config.edit_anomaly_alpha,
             warmup=config.edit_anomaly_warmup_syncs,
         )
-        self._shape = (num_replicas, num_modules)
+        self._replicas = tuple(replicas)  # whose columns the detectors hold
+        self._num_modules = num_modules
 
     def decide(
-        self, index: int, iteration: int, modules: Sequence[int], norms: torch.Tensor, steps: torch.Tensor
+        self,
+        index: int,
+        iteration: int,
+        modules: Sequence[int],
+        norms: torch.Tensor,
+        steps: torch.Tensor,
+        replicas: Sequence[int],
     ) -> SyncDecision:
         """The decision on sync `index` for `modules` (indices, m of them).
 
-        norms  fp64 [R, m], G of each replica; may be NaN or infinite
-        steps  int64 [R, m], updates of each replica since the module's last sync
+        norms     fp64 [R, m], G of each replica; may be NaN or infinite
+        steps     int64 [R, m], updates of each replica since the module's last sync
+        replicas  their ids [R], in the same order: each is judged by its own past
         """
+        if tuple(replicas) != self._replicas:
+            before = {replica: column for column, replica in enumerate(self._replicas)}
+            self.detector.follow([before.get(replica) for replica in replicas])
+            self._replicas = tuple(replicas)
+        shape = (len(replicas), self._num_modules)
         columns = torch.tensor(list(modules), dtype=torch.int64)
-        due = torch.zeros(self._shape[1], dtype=torch.bool)
+        due = torch.zeros(self._num_modules, dtype=torch.bool)
         due[columns] = True
-        all_norms = torch.zeros(self._shape, dtype=torch.float64)
+        all_norms = torch.zeros(shape, dtype=torch.float64)
         all_norms[:, columns] = norms
-        all_steps = torch.zeros(self._shape, dtype=torch.int64)
+        all_steps = torch.zeros(shape, dtype=torch.int64)
         all_steps[:, columns] = steps
         # A slow replica has a small norm: what the detector sees is the norm of a random walk of one step (ours).
         observed = all_norms / all_steps.clamp(min=1).sqrt() if self.by_time else all_norms

@@ -10,6 +10,7 @@ little has been seen, so that healthy replicas are flagged at the Gaussian tail 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -150,6 +151,21 @@ class AnomalyDetector:
         """Empties the detectors of the modules where `restarted` [M]."""
         for name, value in self.state_dict().items():
             setattr(self, f"_{name}", value.masked_fill(restarted, 0))
+
+    def follow(self, kept: Sequence[int | None]) -> None:
+        """The replicas have changed. `kept` [R]: what the column of each was before; None: a newcomer's starts empty.
+
+        How often most replicas were flagged was counted among other ones: it starts anew.
+        """
+        old = [index for index in kept if index is not None]
+        new = [index for index, before in enumerate(kept) if before is not None]
+        for name, value in self.state_dict().items():
+            if name == "majority_streak":
+                resized = torch.zeros_like(value)
+            else:
+                resized = value.new_zeros(len(kept), value.shape[1])
+                resized[new] = value[old]
+            setattr(self, f"_{name}", resized)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All that the next verdict depends on but the settings: [R, M] each, `majority_streak` [M].

@@ -76,7 +76,7 @@ class SyncEngine:
         self._warning_lines: list[str] = []
 
         counts = SyncCounts(fragments, num_fragments)
-        decider = Decider(config, self.method, self.fleet.num_replicas, len(self.modules))
+        decider = Decider(config, self.method, self.fleet.ids, len(self.modules))
         inner_moments = InnerMoments(optimizer)
         outer_state = build_outer_state(
             self.modules,

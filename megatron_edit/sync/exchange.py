@@ -83,7 +83,8 @@ class Exchange:
         if not enough:
             self._buffers.give_back(*buffers)
             return Outcome(meeting)
-        decision = self._decider.decide(index, iteration, [module.index for module in modules], norms, updates)
+        columns = [module.index for module in modules]
+        decision = self._decider.decide(index, iteration, columns, norms, updates, self._fleet.ids)
         self._refuse_without_anchor(decision)
         self.zero_moments_of_non_finite(decision)
         ones = [torch.ones((), dtype=torch.float64) for _ in self._modules]
