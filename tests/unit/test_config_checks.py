@@ -364,7 +364,7 @@ def test_describe_shows_the_mesh_and_the_syncs() -> None:
     assert "ranks 0-7, 8-15" in text
     assert "32 = 2 stages x 16" in text
     assert f"{100 * 32} samples, {100 * 32 * 8192} tokens" in text
-    assert "8 syncs planned" in text  # iterations 25, 35, ..., 95
+    assert "9 syncs planned, the last one at the end" in text  # iterations 25, 35, ..., 95, and 100
     assert "8,030,261,248" in text
 
 
