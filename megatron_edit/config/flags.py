@@ -10,13 +10,21 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_edit.config.megatron_flags import MEGATRON_FLAGS, MOE_PREFIX, TRANSLATED
+from megatron_edit.config.megatron_flags import (
+    MEGATRON_FLAGS,
+    TRANSLATED,
+    FlagGroup,
+    Verdict,
+    command_without,
+    entry_of,
+    judge,
+)
 from megatron_edit.config.presets import PRESETS
 from megatron_edit.config.schema import CommandConfig, Config, ConfigError
-from megatron_edit.config.settings import SETTINGS, Setting, value_problem, with_values
+from megatron_edit.config.settings import SETTINGS, Setting, value_of, value_problem, with_values
 from megatron_edit.config.yaml_file import read_yaml
 
 
@@ -27,6 +35,14 @@ class ReadResult:
     config: Config
     problems: list[str]
     doubtful: set[str]
+    groups: list[FlagGroup] = field(default_factory=list)
+    megatron: Verdict = field(default_factory=Verdict)
+
+    def error(self, more_problems: Sequence[str] = ()) -> ConfigError | None:
+        """All problems, and the command without the flags that are refused; None when there is no problem."""
+        problems = list(dict.fromkeys([*self.problems, *more_problems]))
+        others = len(problems) - len(self.megatron.refused)
+        return ConfigError(problems, command_without(self.groups, self.megatron, others)) if problems else None
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -36,8 +52,8 @@ def load_config(argv: Sequence[str]) -> Config:
     settings is checked by `check`. With --help among the flags nothing else is looked at.
     """
     result = read_config(argv)
-    if result.problems:
-        raise ConfigError(result.problems)
+    if error := result.error():
+        raise error
     return result.config
 
 
@@ -61,19 +77,22 @@ def read_config(argv: Sequence[str]) -> ReadResult:
     size = flags.values.get("model_size", yaml_values.get("model_size"))
     preset = PRESETS.get(size, {}) if size is not None else {}
 
-    config = Config(sources=dict.fromkeys(SETTINGS, "default"), ignored_flags=tuple(flags.ignored))
+    config = Config(sources=dict.fromkeys(SETTINGS, "default"))
     config = with_values(config, preset, f"preset {size}")
     config = with_values(config, yaml_values, str(yaml_path))
     config = with_values(config, flags.values, "flag")
-    if "--group-query-attention" in flags.ignored and config.sources["num_query_groups"] == "default":
+    megatron = judge(flags.groups, lambda flag: flag in _SWITCH_ON and value_of(config, _SWITCH_ON[flag].name))
+    config = replace(config, ignored_flags=tuple(megatron.ignored))
+    problems += megatron.problems
+    if "--group-query-attention" in megatron.ignored and config.sources["num_query_groups"] == "default":
         problems.append("--group-query-attention needs --num-query-groups N, the number of key/value heads")
-    return ReadResult(config, problems, doubtful)
+    return ReadResult(config, problems, doubtful, flags.groups, megatron)
 
 
 @dataclass
 class _Flags:
+    groups: list[FlagGroup]
     values: dict[str, Any] = field(default_factory=dict)
-    ignored: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     doubtful: set[str] = field(default_factory=set)
 
@@ -84,11 +103,13 @@ _WITH_VALUE = {s.flag: s for s in SETTINGS.values() if s.kind is not bool}
 ALL_FLAGS: tuple[str, ...] = (
     *_SWITCH_ON, *(flag for flag in _SWITCH_OFF if flag), *_WITH_VALUE, *TRANSLATED, *MEGATRON_FLAGS
 )  # fmt: skip
+_CLOSE = 0.85  # of 1, difflib's measure: a letter or two
 
 
 def _parse(argv: Sequence[str]) -> _Flags:
-    result = _Flags()
-    groups = _split_into_flags(argv, result.problems)
+    problems: list[str] = []
+    groups = _split_into_flags(argv, problems)
+    result = _Flags(groups, problems=problems)
     result.problems += _corpora_twice({flag for flag, _ in groups})
     for flag, values in groups:
         flag = "--help" if flag == "-h" else flag
@@ -98,15 +119,22 @@ def _parse(argv: Sequence[str]) -> _Flags:
             _take_value(_WITH_VALUE[flag], values, result)
         elif flag in TRANSLATED:
             _take_translated(flag, values, result)
-        elif flag in MEGATRON_FLAGS or flag.startswith(MOE_PREFIX):
-            _take_megatron(flag, values, result)
-        else:
-            near = difflib.get_close_matches(flag, ALL_FLAGS, n=1)
-            result.problems.append(
-                f"{flag} is not a flag of this program" + (f"; did you mean {near[0]}?" if near else "")
-            )
-            result.doubtful.update(s.name for s in SETTINGS.values() if near and s.flag == near[0])
+        elif entry_of(flag) is None:
+            near = _nearest_flag(flag)
+            meant = f"; did you mean {near}?" if near else ""
+            result.problems.append(f"{flag} is not a flag of this program{meant}")
+            result.doubtful.update(s.name for s in SETTINGS.values() if near and s.flag == near)
     return result
+
+
+def _nearest_flag(flag: str) -> str | None:
+    """A flag that differs in few letters, this program's own before Megatron-LM's others."""
+    wanted = "--" + flag[2:].replace("_", "-").lower()
+    own = [*_SWITCH_ON, *(f for f in _SWITCH_OFF if f), *_WITH_VALUE]
+    for flags in (own, ALL_FLAGS):
+        if near := difflib.get_close_matches(wanted, flags, n=1, cutoff=_CLOSE):
+            return near[0]
+    return None
 
 
 def _split_into_flags(argv: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
@@ -195,16 +223,3 @@ def _take_translated(flag: str, values: list[str], result: _Flags) -> None:
             result.problems.append(f"{flag} {values[0]}: {SETTINGS[name].flag} {fault}")
         else:
             result.values[name] = value
-
-
-def _take_megatron(flag: str, values: list[str], result: _Flags) -> None:
-    entry = MEGATRON_FLAGS.get(flag) or MEGATRON_FLAGS["--num-experts"]
-    shown = " ".join([flag, *values])
-    if not entry.accepts(values):
-        instead = f"; only {flag} {' or '.join(entry.allowed)} is accepted" if entry.allowed else ""
-        result.problems.append(f"{shown} is refused: {entry.reason}{instead}")
-    elif entry.takes_value != bool(values):
-        expected = "needs a value" if entry.takes_value else "is a switch and takes no value"
-        result.problems.append(f"{flag} {expected}")
-    else:
-        result.ignored.append(shown)

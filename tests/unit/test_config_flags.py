@@ -3,6 +3,7 @@ schema."""
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from megatron_edit.config.derive import resolve
 from megatron_edit.config.flags import ALL_FLAGS, load_config
-from megatron_edit.config.megatron_flags import MEGATRON_FLAGS
+from megatron_edit.config.megatron_flags import MEGATRON_FLAGS, TRANSLATED, entry_of
 from megatron_edit.config.notes import notes
 from megatron_edit.config.printing import help_text, print_config
 from megatron_edit.config.schema import SECTIONS, Config, ConfigError
@@ -247,7 +248,7 @@ def test_flags_without_effect_are_one_note() -> None:
 CHANGES_THE_RESULT = """
 --rampup-batch-size 8 8 100
 --num-experts 8
---moe-router-topk 2
+--step-batch-size-schedule 0:8 1M:16
 --fp8-format hybrid
 --add-bias-linear
 --decoder-first-pipeline-num-layers 3
@@ -269,16 +270,125 @@ def test_flags_that_would_change_the_result_are_refused_by_name(flags: str) -> N
     assert problem.startswith(f"{flags} is refused: ")
 
 
-def test_every_refused_flag_says_why() -> None:
+def test_every_refused_flag_says_why_and_what_happens_without_it() -> None:
     for flag, entry in MEGATRON_FLAGS.items():
         if flag == "--group-query-attention":
             continue  # has a test of its own
         if entry.allowed is None:
             assert problems_of(f"{flag} 1" if entry.takes_value else flag) == []
-        else:
-            assert len(entry.reason) > 8
-            assert all(problems_of(f"{flag} {value}") == [] for value in entry.allowed), flag
-            assert entry.reason in problems_of(f"{flag} something-else")[0]
+            continue
+        assert len(entry.reason) > 8 and len(entry.instead) > 8
+        assert all(problems_of(f"{flag} {value}") == [] for value in entry.allowed), flag
+        if entry.beside:
+            assert problems_of(f"{flag} something-else") == [], f"{flag}: without effect in Megatron-LM too"
+        leader = entry.beside[0] if entry.beside else "--seed 3"
+        leader += " sgd" if leader == "--optimizer" else "" if leader in ("--fp16", "--seed 3") else " 8"
+        assert any(entry.reason in problem for problem in problems_of(f"{leader} {flag} something-else")), flag
+
+
+def megatron_lm_flags() -> dict[str, dict[str, str]]:
+    """release -> flag -> its arguments: "" (a switch), "=" (one) or "+" (several)."""
+    releases: list[str] = []
+    found: dict[str, dict[str, str]] = {}
+    section: list[str] = []
+    for line in (Path(__file__).parent / "megatron_lm_flags.txt").read_text().splitlines():
+        if line.startswith("# releases: "):
+            releases = line.removeprefix("# releases: ").split()
+            found = {release: {} for release in releases}
+        elif line.startswith("["):
+            first, last = (releases.index(name) for name in line.strip("[]").split(".."))
+            section = releases[first : last + 1]
+        elif not line.startswith("#"):
+            for word in line.split():
+                flag, arguments = (word[:-1], word[-1]) if word[-1] in "=+" else (word, "")
+                for release in section:
+                    found[release]["--" + flag] = arguments
+    return found
+
+
+LISTS = megatron_lm_flags()
+
+
+@pytest.mark.parametrize("release", LISTS)
+def test_no_flag_of_megatron_lm_is_unknown_or_has_another_shape(release: str) -> None:
+    """Each is a setting, translated, accepted, or refused with a reason; a switch stays one, a value stays one."""
+    flags = LISTS[release]
+    assert len(flags) >= 60
+    unknown = [flag for flag in flags if flag not in ALL_FLAGS and entry_of(flag) is None]
+    assert unknown == []
+    own = {setting.flag: setting for setting in SETTINGS.values()}
+    for flag, arguments in flags.items():
+        if flag in own:
+            assert (own[flag].kind is bool) == (arguments == ""), flag
+            assert (own[flag].kind is list) == (arguments == "+"), flag
+        elif flag in TRANSLATED:
+            assert TRANSLATED[flag][0] == (arguments != ""), flag
+        elif (entry := entry_of(flag)) is not None and entry.takes_value is not None:
+            assert entry.takes_value == (arguments != ""), flag
+
+
+def test_the_lists_are_those_of_the_releases() -> None:
+    """Names that came, went and stayed, so that a list cut short does not pass."""
+    assert "--calculate-per-token-loss" in LISTS["0.16.1"] and "--calculate-per-token-loss" not in LISTS["2.6"]
+    assert "--no-query-key-layer-scaling" in LISTS["2.6"] and "--no-query-key-layer-scaling" not in LISTS["0.16.1"]
+    assert "--step-batch-size-schedule" in LISTS["0.18.2"] and "--step-batch-size-schedule" not in LISTS["0.17.1"]
+    counts = {release: len(LISTS[release]) for release in ("0.16.1", "0.17.1", "0.18.2", "0.19.0")}
+    assert counts == {"0.16.1": 680, "0.17.1": 735, "0.18.2": 785, "0.19.0": 845}
+
+
+def test_flags_refused_for_one_reason_are_one_problem() -> None:
+    fp8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather"
+    (problem,) = problems_of(f"{fp8} --bf16 --fp8-margin 0")
+    assert problem == (
+        "--fp8-format hybrid, --fp8-amax-history-len 1024, --fp8-amax-compute-algo max, --fp8-param-gather, "
+        "--fp8-margin 0 are refused: FP8 and FP4 are not built here: use --bf16"
+    )
+    experts, stages = problems_of("--moe-router-topk 2 --account-for-loss-in-pipeline-split --num-experts 8")
+    assert experts.startswith("--moe-router-topk 2, --num-experts 8 are refused: mixture of experts")
+    assert stages.startswith("--account-for-loss-in-pipeline-split is refused: unequal pipeline stages")
+
+
+def test_parts_of_what_is_not_turned_on_change_nothing() -> None:
+    parts = "--fp8-margin 0 --moe-router-topk 2 --muon-momentum 0.9 --optimizer adam --kv-lora-rank 512"
+    assert load(parts).ignored_flags == tuple("--" + part.strip() for part in parts.split("--")[1:])
+    assert "AdamW" in problems_of("--muon-momentum 0.9 --optimizer muon")[0]
+    assert problems_of("--initial-loss-scale 65536") == []
+    assert "--fp16 begins with a loss scale of 2^32" in problems_of("--initial-loss-scale 65536 --fp16")[0]
+    assert problems_of("--initial-loss-scale 4294967296 --fp16 --loss-scale-window 1000 --hysteresis 2") == []
+
+
+def test_a_refusal_ends_with_the_command_that_works() -> None:
+    argv = ["--lr", "1e-3", "--fp8-format", "hybrid", "--data-path", "0.5", "a b", "0.5", "c", "--fp8-margin=0", "--bf16",
+            "--spec", "x", "y", "--ckpt-step=-1", "--seed", "a"]  # fmt: skip
+    with pytest.raises(ConfigError) as error:
+        load_config(argv)
+    first, *command, differs, fp8, spec = error.value.advice
+    assert first == "the same without the refused flags; 2 more above to mend:"
+    assert command == ["    pretrain_llama.py --lr 1e-3 --data-path 0.5 'a b' 0.5 c --bf16 --ckpt-step=-1 --seed a"]
+    assert differs == "what it does, where Megatron-LM would do as the flags say:"
+    assert fp8 == "    matrices are multiplied in the precision of --bf16 (--fp8-format hybrid, --fp8-margin 0)"
+    assert spec == "    the model is a Llama (--spec x y)"
+    with pytest.raises(ConfigError) as error:
+        load_config(["--lr", "x"])
+    assert error.value.advice == []
+
+
+def test_the_command_of_a_refusal_is_one_for_the_shell() -> None:
+    """Lines that end in a backslash; read back, it gives the same settings without a problem."""
+    argv = [word for n in range(60) for word in ("--data-path", f"/data/corpus {n}'s")] + ["--num-experts", "8"]
+    with pytest.raises(ConfigError) as error:
+        load_config(argv)
+    command = error.value.advice[1:-2]
+    assert len(command) > 10 and max(map(len, command)) < 125
+    assert all(line.endswith(" \\") for line in command[:-1]) and not command[-1].endswith("\\")
+    program, *words = shlex.split("\n".join(command).replace("\\\n", ""))  # as a shell joins lines
+    assert program == "pretrain_llama.py" and words == argv[:-2]
+    assert load_config(words).data.data_path == ["/data/corpus 59's"]
+
+
+@pytest.mark.parametrize("flag", ["--tiktoken", "--use-tpu", "--micro-batch", "--xyzzy", "--tp", "--data", "--latent"])
+def test_no_suggestion_where_nothing_is_close(flag: str) -> None:
+    assert problems_of(f"{flag} 1") == [f"{flag} is not a flag of this program"]
 
 
 def test_accepted_flags_keep_their_shape() -> None:
@@ -294,6 +404,13 @@ def test_translated_flags() -> None:
     assert config.parallel.distributed_timeout_seconds == 180
     linear = load("--rotary-seq-len-interpolation-factor 4").model
     assert (linear.rope_scaling_type, linear.rope_scaling_factor) == ("linear", 4.0)
+    assert load("--rotary-seq-len-interpolation-factor 1 --use-rope-scaling").model.rope_scaling_type == "llama3"
+    old = "--layernorm-epsilon 1e-6 --batch-size 4 --model-parallel-size 2 --encoder-num-layers 8 --warmup 0.1"
+    config = load(f"{old} --activations-checkpoint-method uniform --activations-checkpoint-num-layers 2")
+    assert (config.model.norm_epsilon, config.training.micro_batch_size, config.model.num_layers) == (1e-6, 4, 8)
+    assert (config.parallel.tensor_model_parallel_size, config.optimizer.lr_warmup_fraction) == (2, 0.1)
+    assert (config.parallel.recompute_granularity, config.parallel.recompute_num_layers) == ("full", 2)
+    assert "must be one of uniform, block" in problems_of("--activations-checkpoint-method x")[0]
     assert "must be a number" in problems_of("--distributed-timeout-minutes x")[0]
     assert "at least 1" in problems_of("--distributed-timeout-minutes 0")[0]
 
