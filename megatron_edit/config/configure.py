@@ -13,11 +13,11 @@ from megatron_edit.config.schema import Config
 def configure(argv: Sequence[str], environment: Mapping[str, str], device: str) -> tuple[Config, BatchPlan | None]:
     """The resolved, checked Config of `argv` and its batch plan.
 
-    `environment`: WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun sets them (1 without torchrun). `device`:
-    "cpu" or "cuda", what the machine has. Raises ConfigError with all problems, of the flags and of their
-    relations, at once. With --help the Config holds nothing else and there is no plan.
+    `environment`: WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun sets them (1 without torchrun), and the variables
+    that paths name. `device`: "cpu" or "cuda", what the machine has. Raises ConfigError with all problems, of the
+    flags and of their relations, at once. With --help the Config holds nothing else and there is no plan.
     """
-    result = read_config(argv)
+    result = read_config(argv, environment)
     if result.config.command.help:
         return result.config, None
     problems: list[str] = []

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,9 +23,10 @@ from megatron_edit.config.megatron_flags import (
     entry_of,
     judge,
 )
+from megatron_edit.config.paths import expand
 from megatron_edit.config.presets import PRESETS
 from megatron_edit.config.schema import CommandConfig, Config, ConfigError
-from megatron_edit.config.settings import SETTINGS, Setting, value_of, value_problem, with_values
+from megatron_edit.config.settings import SETTINGS, Setting, completed, value_of, value_problem, with_values
 from megatron_edit.config.yaml_file import read_yaml
 
 
@@ -57,9 +59,12 @@ def load_config(argv: Sequence[str]) -> Config:
     return result.config
 
 
-def read_config(argv: Sequence[str]) -> ReadResult:
-    """As `load_config`, but the problems are returned beside a Config of all that could be understood."""
-    flags = _parse(argv)
+def read_config(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> ReadResult:
+    """As `load_config`, but the problems are returned beside a Config of all that could be understood.
+
+    `environment`: variables for `$VAR` in paths.
+    """
+    flags = _parse(argv, environment)
     if flags.values.get("help"):
         return ReadResult(Config(command=CommandConfig(help=True)), [], set())
     problems, doubtful = list(flags.problems), set(flags.doubtful)
@@ -67,7 +72,7 @@ def read_config(argv: Sequence[str]) -> ReadResult:
     yaml_values: dict[str, Any] = {}
     yaml_path = flags.values.get("config")
     if yaml_path is not None:
-        yaml_values, yaml_problems, refused = read_yaml(yaml_path)
+        yaml_values, yaml_problems, refused = read_yaml(yaml_path, environment)
         problems += yaml_problems
         if yaml_problems and not yaml_values and not refused:  # no key could be read: the file may set anything
             refused = set(SETTINGS)
@@ -92,6 +97,7 @@ def read_config(argv: Sequence[str]) -> ReadResult:
 @dataclass
 class _Flags:
     groups: list[FlagGroup]
+    environment: Mapping[str, str]
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     doubtful: set[str] = field(default_factory=set)
@@ -106,10 +112,10 @@ ALL_FLAGS: tuple[str, ...] = (
 _CLOSE = 0.85  # of 1, difflib's measure: a letter or two
 
 
-def _parse(argv: Sequence[str]) -> _Flags:
+def _parse(argv: Sequence[str], environment: Mapping[str, str]) -> _Flags:
     problems: list[str] = []
     groups = _split_into_flags(argv, problems)
-    result = _Flags(groups, problems=problems)
+    result = _Flags(groups, environment, problems=problems)
     result.problems += _corpora_twice({flag for flag, _ in groups})
     for flag, values in groups:
         flag = "--help" if flag == "-h" else flag
@@ -165,13 +171,10 @@ def _take_switch(flag: str, values: list[str], result: _Flags) -> None:
 def _take_value(setting: Setting, values: list[str], result: _Flags) -> None:
     if not values:
         fault = f"needs a value: {setting.flag} {setting.placeholder}"
-    elif setting.kind is list:
-        result.values[setting.name] = list(values)
-        return
-    elif len(values) > 1:
+    elif setting.kind is not list and len(values) > 1:
         fault = f"takes one value, but {' '.join(map(repr, values))} follow it"
     else:
-        value, fault = _convert(setting, values[0])
+        value, fault = _convert(setting, values, result.environment)
         if not fault:
             result.values[setting.name] = value
             return
@@ -179,13 +182,16 @@ def _take_value(setting: Setting, values: list[str], result: _Flags) -> None:
     result.doubtful.add(setting.name)
 
 
-def _convert(setting: Setting, text: str) -> tuple[Any, str]:
+def _convert(setting: Setting, words: list[str], environment: Mapping[str, str]) -> tuple[Any, str]:
     """(value, "") or (None, what is wrong)."""
-    value: Any = text
+    value: Any = words if setting.kind is list else words[0]
     if setting.kind in (int, float):
         with contextlib.suppress(ValueError):  # then it stays text, and value_problem says what it should be
-            value = setting.kind(text)
-    return value, value_problem(setting, value) or ""
+            value = setting.kind(value)
+    try:
+        return completed(setting, value, environment), value_problem(setting, value) or ""
+    except ValueError as error:
+        return None, f"{' '.join(words)} {error}"
 
 
 # files of corpora -> settings that they stand for
@@ -211,7 +217,9 @@ def _take_translated(flag: str, values: list[str], result: _Flags) -> None:
         result.problems.append(f"{flag} takes {'one value' if arguments else 'no value'}, not {values}")
         return
     try:
-        translated = translate(values[0] if values else "")
+        value = values[0] if values else ""
+        translated = translate(expand(value, result.environment) if flag in FILES_OF_CORPORA else value)
+        translated = {n: completed(SETTINGS[n], v, result.environment) for n, v in translated.items()}
     except ValueError as error:
         why = f"{values[0]} {error}" if flag in FILES_OF_CORPORA else f"must be a number, not {values[0]!r}"
         result.problems.append(f"{flag} {why}")

@@ -91,7 +91,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "linear layers have no bias",
         flags="--add-bias-linear",
     ),
-    Refusal("the norms are RMSNorm", "the norms are RMSNorm", flags="--apply-layernorm-1p"),
+    Refusal(
+        "the weights of the norms are kept as they are, around 1, and not as their distance from it",
+        "the weights of the norms are kept around 1",
+        flags="--apply-layernorm-1p",
+    ),
     Refusal(
         "queries and keys are not normalised so; --qk-layernorm is RMSNorm on each head, as in Qwen3",
         "queries and keys are not normalised, or by --qk-layernorm",
@@ -192,9 +196,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "the inner optimizer is AdamW",
         of="--optimizer",
         parts="""
-        --sgd-momentum --lion-beta1 --lion-beta2 --muon-coefficient-type --muon-extra-scale-factor --muon-fp32-matmul-prec
-        --muon-momentum --muon-nesterov --muon-no-split-qkv --muon-num-ns-steps --muon-scalar-optimizer
-        --muon-scale-mode --muon-tp-mode --muon-use-nesterov --muon-use-syrk --ademamix-alpha --ademamix-beta3
+        --sgd-momentum --lion-beta1 --lion-beta2 --muon-coefficient-type --muon-extra-scale-factor
+        --muon-fp32-matmul-prec --muon-momentum --muon-nesterov --muon-no-split-qkv --muon-num-ns-steps
+        --muon-scalar-optimizer --muon-scale-mode --muon-tp-mode --muon-use-nesterov --muon-use-syrk --ademamix-alpha
+        --ademamix-beta3
         --ademamix-beta3-warmup --ademamix-alpha-warmup
         """,
     ),

@@ -14,6 +14,7 @@ from megatron_edit.config.derive import resolve
 from megatron_edit.config.flags import ALL_FLAGS, load_config
 from megatron_edit.config.megatron_flags import MEGATRON_FLAGS, TRANSLATED, entry_of
 from megatron_edit.config.notes import notes
+from megatron_edit.config.paths import PathParser
 from megatron_edit.config.printing import help_text, print_config
 from megatron_edit.config.schema import SECTIONS, Config, ConfigError
 from megatron_edit.config.settings import SETTINGS, is_given, value_of, value_problem
@@ -182,22 +183,33 @@ def test_yaml_flat_grouped_and_mixed(tmp_path: Path) -> None:
             "key micro_batch_size (--micro-batch-size) must be an integer, not 'four'",
         ),
         ("micro_batch_size: '4'", "must be an integer, not '4'"),
-        ("micro_batch_size: 4.0", "must be an integer, not 4.0"),
-        ("micro_batch_size: true", "must be an integer, not True"),
+        ("micro_batch_size: 4.0", "must be an integer, not '4.0'"),
+        ("micro_batch_size: true", "must be an integer, not 'true'"),
         ("lr: fast", "key lr (--lr) must be a number, not 'fast'"),
-        ("lr: true", "must be a number, not True"),
+        ("lr: true", "must be a number, not 'true'"),
         ("lr: .nan", "must be a finite number"),
-        ("bf16: 1", "key bf16 (--bf16) must be true or false, not 1"),
-        ("split: 100", "key split (--split) must be text, not 100"),
+        ("bf16: 1", "key bf16 (--bf16) must be true or false, not '1'"),
+        ("split: [1, 2]", "key split (--split) must be text, not ['1', '2']"),
         ("data_path: {a: 1}", "must be a list of text"),
         ("model:\n  lr: 1", "key lr stands under model, but belongs to optimizer"),
-        ("model: 3", "section model must hold `key: value` lines, not 3"),
+        ("model: 3", "section model must hold `key: value` lines, not '3'"),
         ("lr: 1\nlr: 2", "key lr stands twice"),
         ("lr: 1\noptimizer:\n  lr: 2", "key lr stands twice"),
         ("dry_run: true", "key dry_run can only be given as the flag --dry-run"),
         ("- lr", "must hold `key: value` lines, not list"),
         ("lr: [", "is not valid YAML"),
-        ("save: 2024-13-45", "is not valid YAML: month must be in 1..12"),
+        ("seed: 0123", "must be an integer, not '0123' (YAML 1.1 reads 83): write 83 or 123"),
+        ("seed: 08", "must be an integer, not '08': write 8"),
+        ("train_iters: 1:30", "must be an integer, not '1:30' (YAML 1.1 reads 90): write 90"),
+        ("train_iters: 1_000", "must be an integer, not '1_000' (YAML 1.1 reads 1000): write 1000"),
+        ("seed: 0x1F", "must be an integer, not '0x1F' (YAML 1.1 reads 31): write 31"),
+        ("seed: yes", "must be an integer, not 'yes'"),
+        ("seed: 2024-01-31", "must be an integer, not '2024-01-31'"),
+        ("lr: 010", "must be a number, not '010' (YAML 1.1 reads 8): write 8 or 10"),
+        ("lr: 1:30.5", "must be a number, not '1:30.5' (YAML 1.1 reads 90.5): write 90.5"),
+        ("lr: .inf", "must be a finite number, not inf"),
+        ("bf16: y", "must be true or false, not 'y'"),
+        ("save: !!timestamp 2024-13-45", "is not valid YAML: month must be in 1..12"),
         ("lr: !!float fast", "is not valid YAML"),
         (f"lr: {10**400}", "must be below 2^63, not a number of 1329 bits"),
         (f"seed: {10**400}", "must be below 2^63, not a number of 1329 bits"),
@@ -208,6 +220,104 @@ def test_yaml_flat_grouped_and_mixed(tmp_path: Path) -> None:
 def test_yaml_refusals(tmp_path: Path, text: str, expected: str) -> None:
     (problem,) = problems_of(f"--config {write(tmp_path, text)}")
     assert expected in problem and "run.yaml" in problem
+
+
+def test_yaml_text_is_the_text_that_is_written(tmp_path: Path) -> None:
+    """Nothing is lost to YAML 1.1's numbers, dates and words; switches take its words."""
+    text = "data_path: [007, 1e-3, no, 1_0]\nsave: 2024-01-31\nsplit: 100\nwandb_project: on\nlog_sample_ids: 0x10\n"
+    config = load_config(["--config", write(tmp_path, text + "bf16: Yes\nload_optim: OFF\nload_rng: true\nload: ~\n")])
+    assert config.data.data_path == ["007", "1e-3", "no", "1_0"]
+    assert (config.checkpoint.save, config.data.split, config.logging.wandb_project) == ("2024-01-31", "100", "on")
+    assert config.data.log_sample_ids == "0x10" and config.checkpoint.load is None
+    assert config.training.bf16 and not config.checkpoint.load_optim and config.checkpoint.load_rng
+    text = "lr: +1.e-3\nmin_lr: .5e-4\nclip_grad: 0\nseed: +7\nadam_eps: 1E-8"
+    numbers = load_config(["--config", write(tmp_path, text)])
+    assert (numbers.optimizer.lr, numbers.optimizer.min_lr, numbers.optimizer.clip_grad) == (1e-3, 5e-5, 0.0)
+    assert (numbers.training.seed, numbers.optimizer.adam_eps) == (7, 1e-8)
+
+
+# ---- paths
+
+
+def test_which_settings_are_paths() -> None:
+    paths = {s.name for s in SETTINGS.values() if s.is_path}
+    words = ("path", "dir", "file", "folder")
+    assert {"save", "load", "config", "tensorboard_dir", "metrics_file", "tokenizer_model", "data_path"} <= paths
+    assert not [s.name for s in SETTINGS.values() if s.name.endswith(words) and s.kind in (str, list) and not s.is_path]
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("~/ck", "/home/me/ck"),
+        ("~", "/home/me"),
+        ("$SCRATCH/ck", "/scratch/ck"),
+        ("${SCRATCH}x/$SCRATCH", "/scratchx//scratch"),
+        ("./~/ck", "./~/ck"),
+        ("a~/$", "a~/$"),
+        ("cost$$/x", "cost$/x"),
+        ("50$-x", "50$-x"),
+    ],
+)
+def test_paths_expand_in_flags_and_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, meant: str
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    flags = load_config([f"--save={written}", "--data-path", "0.5", written, "0.5", "b", "--metrics-file", written])
+    assert (flags.checkpoint.save, flags.logging.metrics_file) == (meant, meant)
+    assert flags.data.data_path == ["0.5", meant, "0.5", "b"]
+    text = f"train_data_path: ['{written}', b]\ntensorboard_dir: '{written}'\n"
+    yaml = load_config(["--config", write(tmp_path, text)])
+    assert yaml.logging.tensorboard_dir == meant
+    assert yaml.data.train_data_path == [meant, "b"]
+    again = load_config(["--config", write(tmp_path, print_config(resolve(flags, 1, 1, "cpu")))])
+    assert again.checkpoint.save == meant and again.data.data_path == flags.data.data_path
+
+
+def test_paths_of_files_that_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DATA", "/data")
+    (tmp_path / "corpora.txt").write_text("0.5 $DATA/a 0.5 ~/b\n")
+    config = load_config(["--data-args-path", "~/corpora.txt"])
+    assert config.data.data_path == ["0.5", "/data/a", "0.5", f"{tmp_path}/b"]
+    (tmp_path / "run.yaml").write_text("valid_data_path: [news=~/b, x/y=~/b]")
+    assert load_config(["--config", "~/run.yaml"]).data.valid_data_path == [f"news={tmp_path}/b", "x/y=~/b"]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("$NO_SUCH_VARIABLE/ck", "holds $NO_SUCH_VARIABLE, but the environment variable NO_SUCH_VARIABLE is not set"),
+        ("${EMPTY}/ck", "holds $EMPTY, but the environment variable EMPTY is empty"),
+        ("~no-such-user/ck", "begins with ~no-such-user, but there is no such user"),
+    ],
+)
+def test_paths_that_cannot_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, expected: str) -> None:
+    monkeypatch.setenv("EMPTY", "")
+    (problem,) = problems_of(f"--save {path}")
+    assert problem.startswith(f"--save {path} {expected}")
+    (problem,) = problems_of(f"--data-path 0.5 a 0.5 {path}")
+    assert problem.startswith(f"--data-path 0.5 a 0.5 {path} {expected}")
+    (problem,) = problems_of(f"--config {write(tmp_path, f'load: {path}')}")
+    assert f"run.yaml: key load (--load) {path} {expected}" in problem
+    assert expected in problems_of(f"--config {path}")[0] and len(problems_of(f"--config {path}")) == 1
+    assert expected in problems_of(f"--data-args-path {path}")[0]
+
+
+def test_paths_of_the_tools(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = PathParser()
+    group = parser.add_argument_group("files")
+    group.add_argument("--input", nargs="+", metavar="PATH")
+    group.add_argument("--load", type=Path, default=Path("x"))
+    group.add_argument("--prompt", metavar="TEXT")
+    found = parser.parse_args(["--input=~/a", "--prompt", "~/b costs $NOTHING"])
+    assert (found.input, found.load, found.prompt) == (["/home/me/a"], Path("x"), "~/b costs $NOTHING")
+    assert parser.parse_args(["--load=$HOME/c"]).load == Path("/home/me/c")
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(["--load=$NO_SUCH_VARIABLE/c"])
+    assert end.value.code == 2 and "--load $NO_SUCH_VARIABLE/c holds" in capsys.readouterr().err
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
@@ -358,8 +468,8 @@ def test_parts_of_what_is_not_turned_on_change_nothing() -> None:
 
 
 def test_a_refusal_ends_with_the_command_that_works() -> None:
-    argv = ["--lr", "1e-3", "--fp8-format", "hybrid", "--data-path", "0.5", "a b", "0.5", "c", "--fp8-margin=0", "--bf16",
-            "--spec", "x", "y", "--ckpt-step=-1", "--seed", "a"]  # fmt: skip
+    argv = ["--lr", "1e-3", "--fp8-format", "hybrid", "--data-path", "0.5", "a b", "0.5", "c", "--fp8-margin=0",
+            "--bf16", "--spec", "x", "y", "--ckpt-step=-1", "--seed", "a"]  # fmt: skip
     with pytest.raises(ConfigError) as error:
         load_config(argv)
     first, *command, differs, fp8, spec = error.value.advice
