@@ -96,7 +96,9 @@ class SyncEngine:
             config, self.method, mesh, self.fleet, self.averages, outer_state, self.buffers, inner_moments, counts,
             decider,
         )  # fmt: skip
-        self.placement = build_placement(config, self.method, self.averages, self._finished, chunks)
+        self.placement = build_placement(
+            config, self.method, self.averages, self._finished, chunks, self.trigger
+        )
         self.state = SyncState(
             config, self.method, self.fleet, self.modules, self.trigger, counts, decider, outer_state, errors,
             self.placement,

@@ -20,6 +20,8 @@ from megatron_edit.sync.averages import ModuleAverages
 from megatron_edit.sync.event import Pending, SyncEvent
 from megatron_edit.sync.methods import Method
 from megatron_edit.sync.modules import ModuleShard, ReplicaDataParallel
+from megatron_edit.sync.timetable import Timetable
+from megatron_edit.sync.trigger import StepTrigger, Trigger
 
 UnderWay = list[tuple[SyncEvent, list[Pending]]]
 
@@ -190,12 +192,14 @@ class InForward(Placement):
 class Delayed(Placement):
     """Applied `delay` steps after the launch, by step count and not by arrival (arXiv 2501.18512).
 
-    interval  steps between two syncs of a fragment; not below the delay
+    timetable  when each fragment sets out; its interval is not below the delay
     """
 
-    def __init__(self, averages: ModuleAverages, finished: list[SyncEvent], delay: int, interval: int) -> None:
+    def __init__(
+        self, averages: ModuleAverages, finished: list[SyncEvent], delay: int, timetable: Timetable
+    ) -> None:
         super().__init__(averages, finished)
-        self._delay, self._interval = delay, interval
+        self._delay, self._timetable = delay, timetable
 
     def launched_at_once(self, num_modules: int) -> int:
         """See Placement."""
@@ -221,10 +225,9 @@ class Delayed(Placement):
 
     def buffers_at_once(self, fragments: Sequence[Sequence[int]], with_moments: bool) -> list[list[int]]:
         """With each message the masters when it was launched."""
-        starts = [f * self._interval // len(fragments) for f in range(len(fragments))]
-        sets = []
+        starts, sets, interval = self._timetable.offsets, [], self._timetable.interval
         for start in starts:
-            under_way = [f for f, other in enumerate(starts) if (start - other) % self._interval < self._delay]
+            under_way = [f for f, other in enumerate(starts) if (start - other) % interval < self._delay]
             sets.append([size for f in under_way for size in 2 * list(fragments[f])])
         return sets
 
@@ -261,10 +264,12 @@ def build_placement(
     averages: ModuleAverages,
     finished: list[SyncEvent],
     chunks: Sequence[ReplicaDataParallel],
+    trigger: Trigger,
 ) -> Placement:
     """The one that the method and --edit-sync-placement and --edit-sync-delay ask for."""
     if config.edit_sync_delay:
-        return Delayed(averages, finished, config.edit_sync_delay, max(config.edit_sync_interval, 1))
+        assert isinstance(trigger, StepTrigger), "a delay is counted in steps"
+        return Delayed(averages, finished, config.edit_sync_delay, trigger.timetable)
     if method.placement == "round":
         return NextRound(averages, finished)
     if config.edit_sync_placement == "forward":
