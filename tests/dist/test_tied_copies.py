@@ -89,7 +89,7 @@ def test_a_replica_whose_copies_differ_is_left_out_as_if_it_were_not_finite_and_
     assert set(expected) <= {"weights before a sync"}  # the reference's are NaN then
     assert copies_agree(records)
     (line,) = warnings_of(records)
-    assert line.startswith(f"warning: sync {BAD_SYNC}: replica 1: the two copies, on first and last stage, differ"), line
+    assert line.startswith(f"warning: sync {BAD_SYNC}: replica 1: the two copies, on first and last stage, differ")
 
 
 def test_a_wrong_moment_of_one_copy_heals_with_the_next_sync() -> None:
