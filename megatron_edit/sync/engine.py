@@ -29,10 +29,11 @@ from megatron_edit.sync.fleet import FixedFleet, Fleet
 from megatron_edit.sync.inner_moments import InnerMoments
 from megatron_edit.sync.methods import get_method
 from megatron_edit.sync.modules import GradientReducer, ModuleShard, ReplicaDataParallel, collect_modules
-from megatron_edit.sync.notices import SyncWarnings
+from megatron_edit.sync.notices import IdleWatch, SyncWarnings
 from megatron_edit.sync.outer_state import build_outer_state
 from megatron_edit.sync.placements import Placement, build_placement
 from megatron_edit.sync.state import SyncState
+from megatron_edit.sync.tied import TiedCopies
 from megatron_edit.sync.transport import SyncTransport
 from megatron_edit.sync.trigger import build_trigger
 
@@ -72,8 +73,11 @@ class SyncEngine:
         self.last_decision: SyncDecision | None = None
         self._reducer = reducer
         self._finished: list[SyncEvent] = []  # complete; their times are read when the device has done the step
-        self._warnings = SyncWarnings([module.key for module in self.modules])
+        tied = TiedCopies(mesh, chunks, self.modules)
+        told_elsewhere = [tied.is_copy(module) and not mesh.is_first_stage for module in self.modules]
+        self._warnings = SyncWarnings([module.key for module in self.modules], told_elsewhere)
         self._warning_lines: list[str] = []
+        self._idle = IdleWatch()
 
         counts = SyncCounts(fragments, num_fragments)
         decider = Decider(config, self.method, self.fleet.ids, len(self.modules))
@@ -94,7 +98,7 @@ class SyncEngine:
         )  # fmt: skip
         self.exchange = Exchange(
             config, self.method, mesh, self.fleet, self.averages, outer_state, self.buffers, inner_moments, counts,
-            decider,
+            decider, tied,
         )  # fmt: skip
         self.placement = build_placement(
             config, self.method, self.averages, self._finished, chunks, self.trigger
@@ -138,6 +142,8 @@ class SyncEngine:
         """
         self.state.counts.inner_lr = learning_rate
         self.state.counts.step(updated)
+        if self.trigger.in_warmup:
+            self._idle.after_synchronous_step(updated)
         steps = self.trigger.steps_since_sync + 1
         step = self.trigger.advance(asked)
         self.placement.after_step(step.step)
@@ -230,13 +236,13 @@ class SyncEngine:
             always=always,
         )
         self.trigger.restart_clock()
+        self._warning_lines += self._warnings.anchors_apart(self.trigger.syncs, outcome.anchors_apart)
         if outcome.event is not None:
             self.state.counts.launched(fragments)
             self.state.counts.steps_at_average = self.trigger.steps
             decision = self.last_decision = outcome.event.decision
-            self._warning_lines += self._warnings.after_sync(
-                decision.index, decision.verdict, decision.weights, decision.rolled_back
-            )
+            self._warning_lines += self._warnings.after_sync(decision)
+            self._idle.after_sync(decision)
             placement.begin(outcome.event, outcome.pending)
         return outcome.meeting
 

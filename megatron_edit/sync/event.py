@@ -27,6 +27,11 @@ class SyncDecision:
     rolled_back: torch.Tensor  # [M] bool: every replica left out
 
     @property
+    def num_replicas(self) -> int:
+        """R, of this sync."""
+        return self.norms.shape[0]
+
+    @property
     def stepped(self) -> torch.Tensor:
         """bool [R]: the replica made a step that counts in some module."""
         return self.steps.gt(0).any(dim=1)

@@ -27,6 +27,7 @@ class StepOutcome:
     grad_norm: float | None  # of the replica's gradient, before clipping; None: not computed
     updated: bool  # False: no token counted, or a gradient that is not finite; the parameters are as before
     meeting: Meeting | None = None  # what the replicas learnt of each other, when a sync was due after the step
+    z_loss_sum: torch.Tensor | None = None  # as `loss_sum`, of the z-losses, which are not in it; None: there are none
 
 
 def _asks_nothing() -> bool:
@@ -70,8 +71,8 @@ class TrainStep:
         if updated:  # else left out (ours): one bad batch then costs a step, not weights that no sync could bring back;
             replica.optimizer.step_with_ready_grads()  # and without a token Adam would decay them
         meeting = replica.engine.after_step(updated, learning_rate=learning_rate, asked=asked)
-        loss_sum, tokens = sum_losses(losses, replica.mesh.platform.device)
-        return StepOutcome(loss_sum, tokens, grad_norm, updated, meeting)
+        loss_sum, tokens, *z_loss_sum = sum_losses(losses, replica.mesh.platform.device)
+        return StepOutcome(loss_sum, tokens, grad_norm, updated, meeting, *z_loss_sum)
 
     @torch.no_grad()
     def _clipped_gradient(self, asks_for_sync: Callable[[], bool]) -> tuple[float | None, bool]:
@@ -132,10 +133,10 @@ class TrainStep:
         return not bool(self._tokens_in_step > 0)  # megatron-core has just read the same number
 
 
-def sum_losses(losses: list[dict[str, torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss sum, tokens) of one pass over the microbatches; zeros where the loss is not computed."""
+def sum_losses(losses: list[dict[str, torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """(loss sum, tokens) of one pass over the microbatches, and the z-loss sum where there is one; zeros where the loss
+    is not computed."""
     if not losses:
         return torch.zeros((), device=device), torch.zeros((), device=device)
-    total = torch.stack([loss["lm loss"].detach().float() for loss in losses]).sum(dim=0)  # [2]
-    return total[0], total[1]
+    return torch.stack([loss["lm loss"].detach().float() for loss in losses]).sum(dim=0).unbind()
 

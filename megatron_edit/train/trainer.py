@@ -91,6 +91,7 @@ class Trainer:
             throughput=throughput_of(config, self.vocab_size, self.mesh.layout.replica_size)
             if config.logging.log_throughput
             else None,
+            z_loss=config.training.z_loss_coeff > 0,
         )
 
     def _refuse_syncs_without_learning_rate(self) -> None:
@@ -210,7 +211,13 @@ class Trainer:
         outcome = self._step.run(microbatches, self._learning_rate, asks_for_sync)
         self.pace.step()
         self._sample_ids.write(self.pace.own_step, sample_ids)
-        self._metrics.accumulate(outcome.loss_sum, outcome.tokens, outcome.grad_norm, skipped=not outcome.updated)
+        self._metrics.accumulate(
+            outcome.loss_sum,
+            outcome.tokens,
+            outcome.grad_norm,
+            skipped=not outcome.updated,
+            z_loss_sum=outcome.z_loss_sum,
+        )
         if outcome.meeting is not None and not self.engine.method.equal_steps:
             self._meet(outcome.meeting)
         self._report_sync()

@@ -131,6 +131,7 @@ def scalars_of(report: AnyReport) -> dict[str, float]:
         return {name: report.lm_loss, f"{name} ppl": math.exp(min(report.lm_loss, 20.0))}
     scalars: dict[str, float | None] = {
         "lm loss": report.lm_loss,
+        "z loss": report.z_loss,
         "learning-rate": report.learning_rate,
         "batch-size": report.global_batch_size,
         "consumed-samples": report.consumed_samples,

@@ -52,7 +52,7 @@ MEGATRON_SEARCHES = {
 }
 FULL = replace(
     REPORT, replica_losses=(5.0, 5.2), grad_norm_max=3.4, loss_scale=65536.0,
-    tokens_per_second=1234.56, tflops=98.76,
+    tokens_per_second=1234.56, tflops=98.76, z_loss=2.5e-3,
 )  # fmt: skip
 
 
@@ -67,6 +67,10 @@ def test_the_plain_line() -> None:
         "| elapsed time per iteration (ms): 12.3 | learning rate: 1.000000E-03 | global batch size: 8 "
         "| lm loss: 5.100000E+00 | grad norm: 1.200 | number of skipped iterations: 0 | number of nan iterations: 0 |"
     )
+
+
+def test_the_z_loss_stands_beside_the_lm_loss() -> None:
+    assert fields(training_line(FULL, NOW))["z loss"] == "2.500000E-03" and "z loss" not in training_line(REPORT, NOW)
 
 
 @pytest.mark.parametrize("report", [REPORT, FULL])
