@@ -273,7 +273,7 @@ def digests(replica: Replica) -> dict[str, str]:
         "outer momentum": engine.state.outer_momentum,
         "embedding": [own[module.index] for module in engine.modules if module.key == "embedding"],
         "anchor of the embedding": [
-            engine.anchor[module.index] for module in engine.modules if engine.anchor and module.key == "embedding"
+            engine.state.anchor[module.index] for module in engine.modules if engine.state.anchor and module.key == "embedding"
         ],
         "weights": list(named.values()),
         "replicated": [parameter for name, parameter in named.items() if partition_dim(name) is None],

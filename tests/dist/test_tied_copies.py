@@ -108,7 +108,7 @@ def test_anchors_that_have_parted_are_made_one_again(factor: float, said: int) -
 
     def parts(replica: Replica) -> None:
         def change(module: Any) -> None:
-            replica.engine.anchor[module.index].mul_(factor)
+            replica.engine.state.anchor[module.index].mul_(factor)
             module.write_masters(torch.cat([piece.master for piece in module.slices]) * factor)
 
         before_the_sync(replica, change, everywhere=factor < 1.001)
