@@ -67,7 +67,7 @@ class ModelConfig:
     rope_scaling_type: str = setting(
         "none", "how rotary frequencies are stretched", choices=("none", "linear", "llama3")
     )
-    rope_scaling_factor: float = setting(8.0, "stretch of the rotary scaling", above=0)
+    rope_scaling_factor: float = setting(8.0, "stretch of the rotary scaling", minimum=1)
     rope_scaling_low_freq_factor: float = setting(1.0, "llama3 scaling: low frequency factor", above=0)
     rope_scaling_high_freq_factor: float = setting(4.0, "llama3 scaling: high frequency factor", above=0)
     rope_scaling_original_max_position_embeddings: int = setting(

@@ -20,7 +20,7 @@ from megatron_edit.checkpoint.torch_dist import TensorReader, write_whole_tensor
 from megatron_edit.checkpoint.training_state import MODEL, local_key, shared_key
 from megatron_edit.config.check_layout import check_model, check_pipeline
 from megatron_edit.config.schema import Config, ConfigError, ModelConfig
-from megatron_edit.config.settings import SETTINGS, with_values
+from megatron_edit.config.settings import SETTINGS, value_problem, with_values
 from megatron_edit.convert.assets import copy_assets, tokenizer_settings
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.folder import check_output, new_folder
@@ -120,6 +120,8 @@ def _model_of(saved: dict[str, Any], folder: Path) -> ModelConfig:
     known = {field.name for field in fields(ModelConfig)}
     if unknown := sorted(saved.keys() - known):
         raise CheckpointError(f"{folder} was saved with model settings unknown here: {', '.join(unknown)}")
+    if wrong := [f"{name} {problem}" for name in saved if (problem := value_problem(SETTINGS[name], saved[name]))]:
+        raise CheckpointError(f"{folder} was saved with model settings that cannot be: {'; '.join(wrong)}")
     return ModelConfig(**saved)
 
 

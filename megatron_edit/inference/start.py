@@ -81,6 +81,8 @@ def run(
     rank = int(environment.get("RANK", "0"))
     try:
         started = _start(arguments, environment)
+        for note in started.weights.notes:
+            started.say(f"note: {note}")
         work(started)
     except USER_ERRORS as error:
         if rank != 0:

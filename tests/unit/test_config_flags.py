@@ -117,6 +117,8 @@ def test_lists() -> None:
         ("--train-iters -5", "--train-iters must be at least 0, not -5"),
         ("--eval-interval -1", "--eval-interval must be at least 1, not -1"),
         ("--save-interval 0", "--save-interval must be at least 1, not 0"),
+        ("--rope-scaling-factor 0.5", "--rope-scaling-factor must be at least 1, not 0.5"),
+        ("--rope-scaling-factor nan", "--rope-scaling-factor must be a finite number, not nan"),
         ("--edit-sync-interval -1", "--edit-sync-interval must be at least 0, not -1"),
         ("--lr nan", "--lr must be a finite number, not nan"),
         ("--lr inf", "--lr must be a finite number, not inf"),
