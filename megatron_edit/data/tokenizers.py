@@ -16,8 +16,8 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from megatron_edit.data.added_tokens import CONFIG, SPECIAL_MAP, check_sentencepiece, read_mapping, take_declared_tokens
 from megatron_edit.data.errors import DataError
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -129,6 +129,8 @@ class SentencePieceTokenizer(Tokenizer):
         except RuntimeError as error:
             raise DataError(f"--tokenizer-model {model_file} is no sentencepiece model ({error})") from None
         self.vocab_size = self._processor.get_piece_size()
+        pieces = {self._processor.id_to_piece(i): i for i in range(self.vocab_size)}
+        check_sentencepiece(Path(model_file).parent, pieces, Path(model_file))
         special = (self._processor.bos_id(), self._processor.eos_id(), self._processor.pad_id())
         self.bos_id, self.eod_id, self.pad_id = (i if i >= 0 else None for i in special)
         # Control pieces never match text, but a model may declare its marks as user-defined pieces, which do.
@@ -154,7 +156,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`, or the folder that holds it.
 
     The special ids are those that `tokenizer_config.json` or `special_tokens_map.json` beside it name as
-    bos_token, eos_token and pad_token. The file's template, truncation and padding are not used.
+    bos_token, eos_token and pad_token, and tokens that these files add belong to it (see `added_tokens`). The file's
+    template, truncation and padding are not used.
     """
 
     name = "HuggingFaceTokenizer"
@@ -182,7 +185,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise DataError(f"--tokenizer-model {tokenizer_file} is no tokenizer.json ({error})") from None
         self._backend.no_truncation()
         self._backend.no_padding()
-
+        added = take_declared_tokens(self._backend, tokenizer_file.parent, tokenizer_file)
         marks = _special_marks(tokenizer_file.parent)
         ids = {role: self._backend.token_to_id(mark) for role, mark in marks.items()}
         missing = [f"{role} {marks[role]!r}" for role, mark_id in ids.items() if mark_id is None]
@@ -196,7 +199,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._marks = {i: marks[role] for role, i in ids.items() if i is not None}
         # Ids may have gaps, so this is not the number of entries.
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.fingerprint = hashlib.sha256(content + json.dumps(marks, sort_keys=True).encode()).hexdigest()
+        others = json.dumps(marks, sort_keys=True) + (json.dumps(added) if added else "")
+        self.fingerprint = hashlib.sha256(content + others.encode()).hexdigest()
 
     def tokenize(self, text: str) -> list[int]:
         def encode(part: str) -> list[int]:
@@ -223,13 +227,8 @@ class HuggingFaceTokenizer(Tokenizer):
 def _special_marks(folder: Path) -> dict[str, str]:
     """The marks of the roles bos, eos and pad; tokenizer_config.json wins over special_tokens_map.json."""
     marks: dict[str, str] = {}
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if not (folder / name).exists():
-            continue
-        try:
-            entries: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"{folder / name} is no JSON ({error})") from None
+    for name in (CONFIG, SPECIAL_MAP):
+        entries = read_mapping(folder / name)
         for role in ("bos", "eos", "pad"):
             entry = entries.get(f"{role}_token")
             mark = entry.get("content") if isinstance(entry, dict) else entry
