@@ -180,7 +180,7 @@ def write_hugging_face(
     rows = entry.rows_of(weights.model, weights.vocab_size)
     kept = {row.ours: dtype or weights.dtype(row.ours) for row in rows}
     shards = _plan(weights, rows, kept, max_shard_bytes)
-    with new_folder(output) as folder, verified(weights):
+    with new_folder(output, overwrite, weights.folder) as folder, verified(weights):
         notes = write_assets(weights, folder, tokenizer)
         name = str(kept[EMBEDDING]).removeprefix("torch.")
         config = write_config(entry, weights.model, weights.vocab_size, name, asset_ids(folder, weights.origin))

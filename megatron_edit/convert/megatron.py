@@ -160,7 +160,7 @@ def write_megatron(
         progress(name)
         return cast(name, weights.read(name), kept[name])
 
-    with new_folder(output) as folder, verified(weights):
+    with new_folder(output, overwrite, weights.folder) as folder, verified(weights):
         files = write_whole_tensors(folder, tensors, produce, _FILE_BYTES)
         copied = copy_assets(weights, folder / ASSETS)
         settings, tokenizer, notes = tokenizer_settings(folder / ASSETS, output / ASSETS, weights)
