@@ -85,7 +85,7 @@ def fingerprint_without(folder: Path) -> str:
         ({"added_tokens_decoder": {"260": TOOL}}, [{"id": 259, **TOOL}], ("'<tool>' the id 260", "gives it 259")),
         ({"added_tokens_decoder": {"259": "<tool>"}}, [], ("tokenizer_config.json", "cannot be read")),
         ({"added_tokens_decoder": ["<tool>"]}, [], ("tokenizer_config.json", "cannot be read")),
-        ({"added_tokens_decoder": {"259": {"content": "<tool>", "lstrip": "x"}}}, [], ("'<tool>'", "instance of 'bool'")),
+        ({"added_tokens_decoder": {"259": {"content": "<tool>", "lstrip": "x"}}}, [], ("'<tool>'", "of 'bool'")),
     ],
 )
 def test_declared_tokens_that_cannot_be_had_are_refused(
