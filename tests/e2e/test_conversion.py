@@ -6,13 +6,15 @@ import contextlib
 import io
 import json
 import math
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_edit.convert.command import main as convert
 from megatron_edit.convert.megatron import MegatronWeights
@@ -120,6 +122,31 @@ def test_b40_a_trained_model_is_the_same_in_transformers(tmp_path: Path, corpora
 
     (printed,) = tool(verify, "--load", run, "--hf", tmp_path / "hf", "--text", "a replica and its anchor")
     assert "equal, with --tolerance 1e-05" in printed
+
+
+def test_large_hidden_states_are_no_difference_and_a_wrong_weight_is(tmp_path: Path) -> None:
+    """As in SmolLM2: one channel of 1e3 and more after a layer. Rounding alone then moves the logits by far more than
+    1e-5 of the largest, in transformers too, from one way to compute the attention to another."""
+    from megatron_edit.convert.tokenizer_json import write_byte_tokenizer
+
+    write_folder(tmp_path / "hf", max_position_embeddings=512)
+    write_byte_tokenizer(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.down_proj.weight"][7] *= 2000
+    weights["model.norm.weight"] *= 30
+    save_file(weights, file, metadata={"format": "pt"})
+    converted("hf-to-megatron", tmp_path / "hf", tmp_path / "same")
+    (printed,) = tool(verify, "--load", tmp_path / "same", "--hf", tmp_path / "hf", "--per-layer")
+    relative, spread = (float(word) for word in re.findall(r"most [^,]+, (\S+) of the.* itself by (\S+) ", printed)[0])
+    assert relative > 1e-5 and spread > 1e-3 and "equal, with" in printed, printed
+    assert re.search(r"layer 3: \d\.\de-0\d of the largest value 14\d\d", printed)
+    shutil.copytree(tmp_path / "hf", tmp_path / "other")
+    weights["model.layers.0.mlp.up_proj.weight"][5, 5] += 0.001
+    save_file(weights, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    words = ["--load", str(tmp_path / "other"), "--hf", str(tmp_path / "hf")]
+    ((code, printed),) = run_ranks(_run_tool, 1, verify, words, timeout_s=240)
+    assert code == 1 and "different, with" in printed and "layer 0:" in printed, printed
 
 
 @pytest.mark.parametrize("untied", [True, False])
