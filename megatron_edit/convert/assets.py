@@ -6,16 +6,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from megatron_edit.checkpoint.manifest import MANIFEST
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.tokenizer_json import write_byte_tokenizer, write_sentencepiece_tokenizer
 from megatron_edit.convert.weights import Weights
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.tokenizers import ALIASES, Tokenizer, build_tokenizer
 
-JSON, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
+JSON, SENTENCEPIECE, GENERATION = "tokenizer.json", "tokenizer.model", "generation_config.json"
+ASSETS = "tokenizer"  # folder of these files in a converted checkpoint
 FILES = (
     JSON, SENTENCEPIECE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION,
 )  # fmt: skip
 _ROLES = {"bos_token_id": "bos_id", "eos_token_id": "eod_id", "pad_token_id": "pad_id"}
 
@@ -76,12 +78,14 @@ def write_assets(weights: Weights, folder: Path, tokenizer: Path | None) -> list
     path = Path(record["model"])
     if not path.exists():
         raise ConversionError(f"the tokenizer of the run, {path}, is not there any more: give --tokenizer-model PATH")
+    if path.name == ASSETS and (path / GENERATION).is_file() and (path.parent / MANIFEST).is_file():
+        shutil.copyfile(path / GENERATION, folder / GENERATION)  # of the converted weights that the run began with
     return _write_given(folder, path)
 
 
 def _write_given(folder: Path, path: Path) -> list[str]:
     if path.is_dir():
-        names = [name for name in FILES if (path / name).is_file() and name != "generation_config.json"]
+        names = [name for name in FILES if (path / name).is_file() and name != GENERATION]
         if not names:
             raise ConversionError(f"--tokenizer-model {path} holds no tokenizer's files ({', '.join(FILES[:4])}, ...)")
         for name in names:

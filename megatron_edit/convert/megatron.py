@@ -21,14 +21,13 @@ from megatron_edit.checkpoint.training_state import MODEL, local_key, shared_key
 from megatron_edit.config.check_layout import check_model, check_pipeline
 from megatron_edit.config.schema import Config, ConfigError, ModelConfig
 from megatron_edit.config.settings import SETTINGS, value_problem, with_values
-from megatron_edit.convert.assets import copy_assets, tokenizer_settings
+from megatron_edit.convert.assets import ASSETS, copy_assets, tokenizer_settings
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.folder import check_output, new_folder
 from megatron_edit.convert.hugging_face import Written
 from megatron_edit.convert.weights import Weights, cast, verified
 
 SETTINGS_FILE = "model.yaml"  # beside a converted checkpoint: --config for training
-ASSETS = "tokenizer"  # folder of the tokenizer's files in it
 _FILE_BYTES = 5_000_000_000.0
 _SHOWN = 8
 _NOT_OF_THE_MODEL = ("model_size", "transformer_impl", "make_vocab_size_divisible_by", "hidden_dropout")

@@ -84,7 +84,7 @@ def _specifications(
 
 def _parts(data_folder: Path) -> dict[str, Path]:
     """Folders with rows by the task's name: TASK, and TASK_SUBJECT for TASK/SUBJECT."""
-    found = {}
+    found: dict[str, Path] = {}
     for folder in sorted(path for path in data_folder.iterdir() if path.is_dir()):
         subjects = sorted(path for path in folder.iterdir() if path.is_dir())
         found |= {f"{folder.name}_{path.name}": path for path in subjects} or {folder.name: folder}
