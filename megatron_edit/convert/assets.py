@@ -78,9 +78,19 @@ def write_assets(weights: Weights, folder: Path, tokenizer: Path | None) -> list
     path = Path(record["model"])
     if not path.exists():
         raise ConversionError(f"the tokenizer of the run, {path}, is not there any more: give --tokenizer-model PATH")
-    if path.name == ASSETS and (path / GENERATION).is_file() and (path.parent / MANIFEST).is_file():
-        shutil.copyfile(path / GENERATION, folder / GENERATION)  # of the converted weights that the run began with
+    if (generation := generation_config(weights)) is not None:
+        shutil.copyfile(generation, folder / GENERATION)
     return _write_given(folder, path)
+
+
+def generation_config(weights: Weights) -> Path | None:
+    """generation_config.json of the weights, or of the converted ones that their run began with; None without one."""
+    if weights.assets is not None:
+        path = weights.assets / GENERATION
+        return path if path.is_file() else None
+    folder = Path((weights.tokenizer or {}).get("model") or "")
+    is_of_weights = folder.name == ASSETS and (folder.parent / MANIFEST).is_file()  # not just a tokenizer's folder
+    return folder / GENERATION if is_of_weights and (folder / GENERATION).is_file() else None
 
 
 def _write_given(folder: Path, path: Path) -> list[str]:

@@ -129,9 +129,9 @@ def _sharded(folder: Path) -> dict[str, StoredTensor]:
     try:
         places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = sorted(set(places.values()))
+        missing = [name for name in shards if not (folder / name).is_file()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(f"{index} cannot be read: {error!r}") from None
-    missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         raise ConversionError(f"{index} names {', '.join(missing)}, which is missing")
     stored: dict[str, StoredTensor] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.config.schema import ConfigError
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.weights import Weights, open_weights, parse_dtype
+from megatron_edit.data.added_tokens import read_mapping
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron_edit.model.transformer_engine import TransformerEngineError
@@ -167,9 +167,11 @@ def _adds_bos(tokenizer: Tokenizer, folder: Path | None) -> bool:
 
 def _stop_ids(tokenizer: Tokenizer, weights: Weights) -> list[int]:
     """Of the tokenizer, and those that config.json and generation_config.json name: one or a list."""
+    from megatron_edit.convert.assets import generation_config
+
     ids: list[Any] = [tokenizer.eod_id]
-    path = weights.assets / "generation_config.json" if weights.assets is not None else None
-    generation = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
+    path = generation_config(weights)
+    generation = read_mapping(path) if path is not None else {}
     for config in (weights.origin.get("config", {}), generation):
         named = config.get("eos_token_id")
         ids += named if isinstance(named, list) else [named]

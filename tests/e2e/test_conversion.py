@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_edit.convert.assets import generation_config
 from megatron_edit.convert.command import main as convert
 from megatron_edit.convert.megatron import MegatronWeights
 from megatron_edit.inference.evaluate import main as evaluate
@@ -251,6 +252,8 @@ def test_tokenizer_files_travel_both_ways_and_are_used(tmp_path: Path, corpora: 
     )  # fmt: skip
     assert "started from the weights" in run.stdout
     assert "when it was saved" not in run.stdout  # the converted model had no samples, so no seq_length
+    generation = generation_config(MegatronWeights(tmp_path / "run"))  # its end ids end a generated text
+    assert generation is not None and json.loads(generation.read_text()) == {"temperature": 0.5}
     for source in ("start", "run"):
         converted("megatron-to-hf", tmp_path / source, tmp_path / f"{source}-hf")
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

@@ -67,6 +67,9 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "file with a name too many": (
         lambda f: change_index(f, lambda places: places.pop(OUTPUT)), (OUTPUT, "is not in " + INDEX),
     ),
+    "index with numbers": (
+        lambda f: change_index(f, lambda places: places.update(dict.fromkeys(places, 3))), (INDEX, "cannot be read"),
+    ),
     "damaged index": (lambda f: (f / INDEX).write_text("{"), (INDEX,)),
     "tensor too many": (
         lambda f: change_tensors(f, lambda t: t.update({"model.layers.4.mlp.x": torch.ones(3)})),
