@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.data.datasets import MockDataset, Sample, SplitDatasets
 from megatron_edit.data.errors import DataError, LoaderError
 from megatron_edit.data.loader import Microbatch, MicrobatchLoader, RankPlace, ReserveLoader, evaluation_batches
@@ -59,7 +60,7 @@ def make_loader(
         split.training_order(seed),
         consumed_samples=consumed,
         place=place,
-        global_batch_size=batch,
+        batch=BatchSchedule.constant(batch),
         num_workers=workers,
     )
 
@@ -83,7 +84,7 @@ def test_ranks_share_out_the_global_batch(num_replicas: int, shard_size: int, mi
         for place in all_places(num_replicas, shard_size, micro):
             loader = make_loader(split, place, 24, consumed=24 * iteration)
             microbatches, replica_ids = loader.next_batch()
-            assert len(microbatches) == loader.num_microbatches == 24 // (num_replicas * shard_size * micro)
+            assert len(microbatches) == 24 // (num_replicas * shard_size * micro)
             for microbatch in microbatches:
                 assert set(microbatch) == {"tokens", "labels", "loss_mask", "position_ids"}
                 assert all(tensor.shape == (micro, SEQ) for tensor in microbatch.values())
