@@ -26,8 +26,8 @@ def check_batch_schedule(config: Config, world_size: int) -> Iterator[str]:
     shown = f"{flag} {value}"
     if config.edit.edit_method == "a-edit":
         yield (
-            f"{shown} and --edit-method a-edit contradict: its replicas take unequal numbers of steps, of which no two "
-            "would have the same batch; leave it out, or take --edit-method edit"
+            f"{shown} and --edit-method a-edit contradict: its replicas take unequal numbers of steps, for which "
+            "samples are dealt out in batches of one size; give --global-batch-size, or --edit-method edit"
         )
     if training.step_batch_size_schedule and training.rampup_batch_size:
         yield f"{STEPS} and {RAMPUP} are both given: give one"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,14 @@ def test_other_replicas_and_other_batches_go_on_or_are_refused(tmp_path: Path) -
         refused.stderr
     )
     assert "12 is not (8 or 16 would work)" in refused.stderr and "Traceback" not in refused.stderr
-    second = train(4, **{**settings, **more})
+    second = train(4, **{**settings, **more, "use_checkpoint_opt_param_scheduler": True})
+    rates = [float(line["learning rate"]) for line in training_lines(second.stdout).values()]
+    used = [12, 20, 28, 36, 44, 60, 76, 92, 108]  # samples before each step; the saved run would have had 104 in all
+    expected = [1e-3 * (1 + math.cos(math.pi * min(before / 104, 1))) / 2 for before in used]
+    assert rates == pytest.approx(expected, rel=1e-5, abs=1e-12)
     assert "global batch: the flags' from here on" in second.stdout
     sizes = [int(line["global batch size"]) for line in training_lines(second.stdout).values()]
     assert sizes == [8, 8, 8, 8, 16, 16, 16, 16, 16]
     assert [len(samples) for _, samples in sample_ids(ids)] == [4, 4, 4, *sizes]
-    train(2, train_iters=15, log_sample_ids=str(tmp_path / "order.jsonl"))
+    train(2, train_iters=16, log_sample_ids=str(tmp_path / "order.jsonl"))
     assert in_order(ids) == in_order(tmp_path / "order.jsonl")[: 12 + sum(sizes)]
