@@ -14,11 +14,13 @@ from tests.e2e.runs import differences, evaluations, losses, start, syncs, train
 # Sequences of 32 tokens: 4 samples until 12 are used, 8 until 40 are, then 12. The last of 8 goes beyond 40.
 GROWING = {"global_batch_size": None, "step_batch_size_schedule": ["0:4", "384:8", "1.28K:12"]}
 BATCHES = [4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12, 12]
+RAMP = {"step_batch_size_schedule": None, "rampup_batch_size": [4, 4, 28], "global_batch_size": 12}
+RAMP_BATCHES = [4, 4, 4, 4, 8, 8, 12, 12, 12, 12, 12, 12]
 RUN = {"lr_decay_style": "cosine", "edit_sync_interval": 5, "eval_interval": 6, "eval_iters": 1, **GROWING}
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 METHODS: dict[str, dict[str, Any]] = {
     "edit": {},
-    "baseline": {"edit_method": "baseline"},
+    "baseline, a ramp": {"edit_method": "baseline", **RAMP},
     "streaming with a delay": {"edit_method": "streaming", "edit_sync_delay": 2},
 }
 MORE_METHODS: dict[str, dict[str, Any]] = {
@@ -28,8 +30,9 @@ MORE_METHODS: dict[str, dict[str, Any]] = {
     "slowmo": {"edit_method": "slowmo", "min_lr": 1e-5},
     "co2": {"edit_method": "co2"},
     "co2-sharded": {"edit_method": "co2-sharded"},
+    "baseline": {"edit_method": "baseline"},
     "warm-up over a step": {"edit_warmup_steps": 4},
-    "ramp": {"step_batch_size_schedule": None, "rampup_batch_size": [4, 4, 28], "global_batch_size": 12},
+    "ramp": RAMP,
 }
 
 
@@ -60,13 +63,16 @@ def check_resume(folder: Path, stop: int, **settings: Any) -> None:
     for part in ("iter_0000012", "final"):
         assert differences(at_once / part, in_two / part) == []
     lines = training_lines(whole.stdout).values()
-    assert [int(line["global batch size"]) for line in lines] == BATCHES
-    assert [int(line["consumed samples"]) for line in lines] == [sum(BATCHES[: k + 1]) for k in range(12)]
+    expected = RAMP_BATCHES if "rampup_batch_size" in settings else BATCHES
+    assert [int(line["global batch size"]) for line in lines] == expected
+    assert [int(line["consumed samples"]) for line in lines] == [sum(expected[: k + 1]) for k in range(12)]
 
 
-@pytest.mark.parametrize(("method", "stop"), [("edit", 3), ("edit", 8), ("baseline", 7), ("streaming with a delay", 7)])
+@pytest.mark.parametrize(
+    ("method", "stop"), [("edit", 3), ("edit", 8), ("baseline, a ramp", 7), ("streaming with a delay", 7)]
+)
 def test_two_halves_are_one_run(method: str, stop: int, tmp_path: Path) -> None:
-    """Stopped on a step of the schedule, one iteration before and one after."""
+    """Stopped on a step of the schedule, and one iteration after it."""
     check_resume(tmp_path, stop, **METHODS[method])
 
 
