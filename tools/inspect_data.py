@@ -12,6 +12,7 @@ import os
 import sys
 
 from megatron_edit.config import ConfigError, check, load_config, resolve
+from megatron_edit.config.derive import batch_schedule
 from megatron_edit.data.inspect import corpus_lines, document_lines, order_lines, replica_lines
 from megatron_edit.data.tokenizers import ALIASES, TOKENIZER_TYPES, build_tokenizer
 from megatron_edit.data.tool import run_tool
@@ -88,8 +89,9 @@ def show_order(args: argparse.Namespace, flags: list[str]) -> None:
         if args.decode:
             dataset, sample = order[position]
             print(checked.tokenizer.detokenize(split.datasets[dataset][sample]["tokens"].tolist()))
-    batch, replicas = config.training.global_batch_size, config.edit.edit_num_replicas
-    if name == "train" and batch is not None and replicas is not None:
+    schedule, replicas = batch_schedule(config), config.edit.edit_num_replicas
+    if name == "train" and schedule is not None and replicas is not None:
+        batch = schedule.size_at(args.position)
         print(f"the iteration after {args.position} samples, global batch {batch}:")
         print(*replica_lines(order, args.position, batch, replicas), sep="\n")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_edit.config.derive import BatchPlan
+from megatron_edit.config.batch_schedule import BatchSchedule
+from megatron_edit.config.derive import BatchPlan, batch_schedule
 from megatron_edit.config.schema import Config, ModelConfig
 from megatron_edit.config.values import parse_split
 
@@ -30,6 +31,24 @@ def planned_syncs(config: Config) -> int:
     return max(0, config.training.train_iters - config.edit.edit_warmup_steps) // config.edit.edit_sync_interval
 
 
+def batch_lines(schedule: BatchSchedule, plan: BatchPlan, train_iters: int) -> list[str]:
+    """The steps of a batch that grows, as far as a run of `train_iters` iterations comes; a long list is cut."""
+    if schedule.is_constant:
+        return []
+    lines, first = [], 1
+    for samples, size, number in schedule.stretches():
+        last = train_iters if number is None else min(train_iters, first + number - 1)
+        if first > train_iters:
+            break
+        microbatches = size * plan.num_microbatches // plan.global_batch_size
+        lines.append(
+            f"  from sample {samples}: global batch {size}, {microbatches} microbatches, iterations {first} to {last}"
+        )
+        first = last + 1
+    shown = lines if len(lines) <= 8 else [*lines[:4], f"  ... {len(lines) - 7} more steps", *lines[-3:]]
+    return ["  that is the batch in the end, and of evaluations; the run has", *shown]
+
+
 def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> str:
     """Lines on a resolved and checked `config`. `vocab_size`: the tokenizer's, when known."""
     parallel, training, model = config.parallel, config.training, config.model
@@ -45,6 +64,8 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> 
     shown = blocks if len(blocks) <= 8 else [*blocks[:3], "...", blocks[-1]]
     world_size = plan.num_replicas * replica_ranks
     iters, batch = training.train_iters or 0, plan.global_batch_size
+    schedule = batch_schedule(config) or BatchSchedule.constant(batch)
+    samples = schedule.samples_after(iters)
     stage = model.num_layers // pp
     lines = [
         f"mesh: {world_size} ranks = sync {plan.num_replicas} x dp {plan.shard_size} x pp {pp} x cp {cp} x tp {tp}",
@@ -59,7 +80,8 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> 
         f"batch: global {batch} = {plan.num_replicas} replicas x {plan.shard_size} shards x "
         f"{plan.micro_batch_size} micro batch x {plan.num_microbatches} microbatches; replica batch "
         f"{plan.replica_batch_size}",
-        f"length: {iters} iterations, {iters * batch} samples, {iters * batch * model.seq_length} tokens",
+        *batch_lines(schedule, plan, iters),
+        f"length: {iters} iterations, {samples} samples, {samples * model.seq_length} tokens",
     ]
     if config.edit.edit_method == "baseline":
         lines.append("sync: baseline, gradients are averaged over all replicas in every step")

@@ -70,6 +70,8 @@ def check_mesh(config: Config, world_size: int, local_world_size: int) -> Iterat
 def check_batch(config: Config, world_size: int) -> Iterator[str]:
     """Global or replica batch into replicas, shards, micro-batches."""
     training, ranks, replicas = config.training, model_ranks(config), config.edit.edit_num_replicas
+    if training.step_batch_size_schedule:
+        return  # check_batch_schedule
     global_given, replica_given = (
         is_given(config, "global_batch_size"),
         is_given(config, "replica_batch_size"),
@@ -139,7 +141,7 @@ def check_pipeline(config: Config, world_size: int) -> Iterator[str]:
             f"two or more equal chunks: {works}"
         )
     plan = batch_plan(config, world_size)
-    if plan is not None and plan.num_microbatches % pp:
+    if plan is not None and plan.num_microbatches % pp and not config.training.step_batch_size_schedule:
         batch_flag, value, parts = _batch_flag(config, plan.shard_size)
         works = nearest_multiples(value, plan.micro_batch_size * parts * pp)
         yield (

@@ -110,7 +110,7 @@ MEGATRON_FLAGS: dict[str, MegatronFlag] = {
     "--exp-avg-dtype": _only("fp32", reason="Adam's moments are fp32"),
     "--exp-avg-sq-dtype": _only("fp32", reason="Adam's moments are fp32"),
     # would change the result
-    "--rampup-batch-size": _refused("a batch that grows during training is not built: the batch is constant"),
+    "--decrease-batch-size-if-needed": _refused("a batch that does not divide is refused, and what works is said"),
     "--num-experts": _refused(_DENSE_ONLY),
     "--decoder-first-pipeline-num-layers": _refused(_UNEVEN_STAGES),
     "--decoder-last-pipeline-num-layers": _refused(_UNEVEN_STAGES),

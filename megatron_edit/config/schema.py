@@ -240,11 +240,20 @@ class TrainingConfig:
 
     micro_batch_size: int = setting(1, "samples of one forward pass of one data parallel rank", minimum=1)
     global_batch_size: int | None = setting(
-        None, "samples of one iteration over all replicas; give this or --replica-batch-size", minimum=1
-    )
+        None, "samples of one iteration over all replicas; give this, or --replica-batch-size, or "
+        "--step-batch-size-schedule", minimum=1,
+    )  # fmt: skip
     replica_batch_size: int | None = setting(
         None, "samples of one iteration of one replica; the global batch grows and shrinks with the replicas",
         minimum=1,
+    )  # fmt: skip
+    step_batch_size_schedule: list[str] = setting(
+        [], "the global batch from so many tokens on, in place of the two above: TOKENS:BATCH ..., also with K, M, B "
+        "or T behind a number, like 0:768 250B:1536; as Megatron-LM's", metavar="TOKENS:BATCH",
+    )  # fmt: skip
+    rampup_batch_size: list[str] = setting(
+        [], "start with a global batch of START and raise it by INCREMENT, each over an equal share of SAMPLES, up to "
+        "--global-batch-size; as Megatron-LM's", metavar="START INCREMENT SAMPLES",
     )  # fmt: skip
     train_iters: int | None = setting(None, "optimizer steps of each replica; give this or --train-samples", minimum=0)
     train_samples: int | None = setting(None, "samples over all replicas", minimum=0)

@@ -50,7 +50,9 @@ class Setting:
         if self.choices:
             return "{" + ",".join(self.choices) + "}"
         word = self.metavar or {int: "N", float: "X", str: "TEXT"}.get(self.kind, "X")
-        return f"{word} [{word} ...]" if self.kind is list else word
+        if self.kind is not list or " " in word:  # with blanks it names a fixed number of values
+            return word
+        return f"{word} [{word} ...]"
 
 
 def _settings() -> dict[str, Setting]:

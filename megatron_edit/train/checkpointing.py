@@ -15,9 +15,11 @@ from megatron_edit.checkpoint.folders import Candidate, same_folder
 from megatron_edit.checkpoint.restore import describe_candidate, layout_description, restore, restore_weights
 from megatron_edit.checkpoint.training_state import TrainingState
 from megatron_edit.checkpoint.writer import CheckpointWriter, Saved
+from megatron_edit.config.batch_schedule import BatchSchedule
+from megatron_edit.config.derive import batch_schedule
 from megatron_edit.config.schema import Config, OptimizerConfig
 from megatron_edit.config.settings import is_given
-from megatron_edit.train.pace import Pace
+from megatron_edit.train.pace import Pace, samples_beyond_iteration
 from megatron_edit.train.replica import Replica
 from megatron_edit.train.schedule import LearningRateSchedule
 
@@ -41,6 +43,7 @@ class Start:
     position: Position
     train_iters: int
     schedule: LearningRateSchedule
+    batch: BatchSchedule
     resumed: bool  # the run of the checkpoint goes on; False for a new one, --finetune included
 
 
@@ -121,7 +124,8 @@ class RunCheckpoints:
             **({"reserves": position.reserves} if position.reserves is not None else {}),
             "schedule": {
                 "samples": position.schedule_samples,
-                "global_batch_size": schedule.global_batch_size,
+                "global_batch_size": schedule.batch.last_size,
+                "batch_steps": [list(step) for step in schedule.batch.steps],
                 "train_iters": schedule.train_iters,
                 "optimizer": asdict(schedule.optimizer),
             },
@@ -229,6 +233,7 @@ class RunCheckpoints:
             )
             start = self._start(position, resumed=True)
             remarks.append(self._schedule_remark(start.schedule, schedule))
+            remarks += _batch_remarks(_saved_batch(schedule), start.batch, position.consumed_samples)
             remarks += self._order_remarks(saved.get("order", {}))
             if self._settings.use_checkpoint_opt_param_scheduler:
                 start = replace(start, schedule=_saved_schedule(schedule))
@@ -282,18 +287,18 @@ class RunCheckpoints:
     def _start(self, position: Position, *, resumed: bool) -> Start:
         """With the flags' schedule; a decay whose length is not given ends with the run."""
         training, optimizer = self._config.training, self._config.optimizer
-        assert training.train_iters is not None and training.global_batch_size is not None
-        train_iters, batch = training.train_iters, training.global_batch_size
-        beyond = (position.reserves or {}).get("samples_beyond_iteration", 0)
+        train_iters, batch = training.train_iters, batch_schedule(self._config)
+        assert train_iters is not None and batch is not None
+        beyond = samples_beyond_iteration(position.reserves, batch)
+        counted = position.consumed_samples - beyond  # where the completed iterations end
         if is_given(self._config, "train_samples"):
             assert training.train_samples is not None
-            samples = max(0, training.train_samples - position.consumed_samples)
-            train_iters = position.iteration + (samples + beyond) // batch
+            train_iters = position.iteration + batch.iterations_until(training.train_samples, counted)
         if self._config.sources.get("lr_decay_iters") == "derived":
-            left = max(1, train_iters - position.iteration) * batch - beyond
-            decay = position.consumed_samples - position.schedule_samples + left
-            optimizer = replace(optimizer, lr_decay_iters=None, lr_decay_samples=decay)
-        return Start(position, train_iters, LearningRateSchedule(optimizer, train_iters, batch), resumed)
+            end = batch.samples_after(max(1, train_iters - position.iteration), counted)
+            optimizer = replace(optimizer, lr_decay_iters=None, lr_decay_samples=end - position.schedule_samples)
+        schedule = LearningRateSchedule(optimizer, train_iters, batch, position.schedule_samples)
+        return Start(position, train_iters, schedule, batch, resumed)
 
     def _schedule_remark(self, flags: LearningRateSchedule, saved: dict[str, Any]) -> str:
         """Which source won, and what it changes."""
@@ -311,8 +316,22 @@ class RunCheckpoints:
 
 def _saved_schedule(saved: dict[str, Any]) -> LearningRateSchedule:
     return LearningRateSchedule(
-        OptimizerConfig(**saved["optimizer"]), saved["train_iters"], saved["global_batch_size"]
+        OptimizerConfig(**saved["optimizer"]), saved["train_iters"], _saved_batch(saved), saved["samples"]
     )
+
+
+def _batch_remarks(saved: BatchSchedule, flags: BatchSchedule, consumed_samples: int) -> list[str]:
+    """Where the flags make another batch of the iterations to come than the saved run would have had."""
+    theirs, ours = (next(iter(batch.stretches(consumed_samples)))[1] for batch in (saved, flags))
+    if list(saved.stretches(consumed_samples)) == list(flags.stretches(consumed_samples)):
+        return []
+    return [f"global batch: the flags' from here on, {ours} where the saved run had {theirs}"]
+
+
+def _saved_batch(saved: dict[str, Any]) -> BatchSchedule:
+    """Of the run that was saved; before batches could grow it was one number."""
+    steps = saved.get("batch_steps", [[0, saved["global_batch_size"]]])
+    return BatchSchedule(tuple((start, size) for start, size in steps))
 
 
 def _version(package: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.schema import Config
 from megatron_edit.data.datasets import SplitDatasets, build_mock_split, build_split
 from megatron_edit.data.loader import Microbatch, MicrobatchLoader, RankPlace, ReserveLoader, evaluation_batches
@@ -35,7 +36,7 @@ class RunData:
         """Splits to evaluate on."""
         return [name for name in self._splits if name != "train"]
 
-    def loader(self, consumed_samples: int) -> MicrobatchLoader:
+    def loader(self, consumed_samples: int, batch: BatchSchedule) -> MicrobatchLoader:
         """This rank's training batches after `consumed_samples` of all replicas."""
         train = self._splits["train"]
         return MicrobatchLoader(
@@ -43,7 +44,7 @@ class RunData:
             train.training_order(self._config.training.seed),
             consumed_samples=consumed_samples,
             place=self._place,
-            global_batch_size=self._global_batch_size,
+            batch=batch,
             num_workers=self._config.data.num_workers,
             pin_memory=self._pin_memory,
         )
@@ -75,13 +76,14 @@ class RunData:
             datasets.evaluation_order(),
             eval_iters=self._config.evaluation.eval_iters,
             place=self._place,
-            global_batch_size=self._global_batch_size,
+            global_batch_size=self._evaluation_batch_size,
             microbatch_multiple=self._microbatch_multiple,
             pin_memory=self._pin_memory,
         )
 
     @property
-    def _global_batch_size(self) -> int:
+    def _evaluation_batch_size(self) -> int:
+        """The same through the whole run: of a batch that grows the last."""
         size = self._config.training.global_batch_size
         assert size is not None
         return size

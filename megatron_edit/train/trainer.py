@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from megatron_edit.config.check_batch_schedule import undivided_batches
 from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.model.sharding import local_parameter_count, parameter_count
 from megatron_edit.platform import Platform
@@ -45,9 +46,8 @@ class Trainer:
 
     def __init__(self, config: Config, platform: Platform, checked: CheckedData, store: dist.Store) -> None:
         training = config.training
-        assert training.global_batch_size and training.replica_batch_size and training.train_samples is not None
+        assert training.train_samples is not None
         self.config = config
-        self.global_batch_size: int = training.global_batch_size
         self.train_samples: int = training.train_samples
         self.vocab_size = checked.vocab_size
         self.mesh = mesh_of(config, platform)
@@ -59,13 +59,15 @@ class Trainer:
         self._checkpoints = RunCheckpoints(config, self.replica, self.vocab_size, self._output.say)
         start = self._checkpoints.load()
         self.train_iters = start.train_iters
-        position = start.position
+        position, batch = start.position, start.batch
+        if problems := undivided_batches(config, self.mesh.layout.world_size, position.consumed_samples):
+            raise ConfigError(problems)
         self.pace = Pace(
             iteration=position.iteration,
             consumed_samples=position.consumed_samples,
             num_replicas=self.mesh.num_replicas,
             replica=self.mesh.replica,
-            replica_batch_size=training.replica_batch_size,
+            batch=batch,
             state=position.reserves,
         )
         self._schedule, self._schedule_samples = start.schedule, position.schedule_samples
@@ -73,7 +75,7 @@ class Trainer:
         self._refuse_syncs_without_learning_rate()
         self._rendezvous_store = store
         self._logged_iteration = self.iteration
-        self._learning_rate = 0.0  # of the last step
+        self._learning_rate, self._batch_size = 0.0, 0  # of the last step
         self._at_sync = position.at_sync is not False  # with unequal steps: whether the last meeting was averaged
         # Of an interval that another method has begun.
         self._steps_before = 0 if self.engine.synchronous else self.engine.trigger.steps_since_sync
@@ -96,17 +98,17 @@ class Trainer:
         """SlowMo divides by the inner learning rate of the step before a sync. Raises ConfigError where that is 0."""
         if self.engine.method.outer_step != "slowmo":
             return
-        edit, batch = self.config.edit, self.global_batch_size
+        edit, before = self.config.edit, self.consumed_samples
         for iteration in range(self.iteration + 1, self.train_iters + 1):
             local = iteration - edit.edit_warmup_steps
             due = local > 0 and (iteration == self.train_iters or local % edit.edit_sync_interval == 0)
-            before = self.consumed_samples + (iteration - 1 - self.iteration) * batch
             if due and self._schedule.at_samples(before - self._schedule_samples) == 0:
                 raise ConfigError([
                     f"--edit-method slowmo divides by the learning rate, which is 0 at iteration {iteration}, before a "
                     f"sync: give --min-lr (or in its warm-up --lr-warmup-init) above 0, for example "
                     f"{self.config.optimizer.lr / 10:g}"
                 ])  # fmt: skip
+            before += self.pace.batch.size_at(before)
 
     @property
     def iteration(self) -> int:
@@ -203,11 +205,14 @@ class Trainer:
 
     def _train_step(self, asks_for_sync: Callable[[], bool]) -> Meeting | None:
         microbatches, sample_ids = self._feed.next_batch()
+        self._batch_size = self.pace.global_batch_size
         self._learning_rate = self._schedule.at_samples(self.pace.schedule_samples - self._schedule_samples)
         outcome = self._step.run(microbatches, self._learning_rate, asks_for_sync)
         self.pace.step()
         self._sample_ids.write(self.pace.own_step, sample_ids)
-        self._metrics.accumulate(outcome.loss_sum, outcome.tokens, outcome.grad_norm, skipped=not outcome.updated)
+        self._metrics.accumulate(
+            outcome.loss_sum, outcome.tokens, outcome.grad_norm, samples=len(sample_ids), skipped=not outcome.updated
+        )
         if outcome.meeting is not None and not self.engine.method.equal_steps:
             self._meet(outcome.meeting)
         self._report_sync()
@@ -243,7 +248,7 @@ class Trainer:
             self.iteration,
             consumed_samples=self.consumed_samples,
             learning_rate=self._learning_rate,
-            global_batch_size=self.global_batch_size,
+            global_batch_size=self._batch_size,
             local_steps=not self.engine.synchronous,
             loss_scale=float(self.replica.optimizer.get_loss_scale()) if self.config.training.fp16 else None,
         )

@@ -182,7 +182,9 @@ FLAGS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[object, ...]]] = {
     ),
     "experts": ({}, ("--num-experts", "8"), ("--num-experts", "mixture of experts")),
     "routing of experts": ({}, ("--moe-router-topk", "2"), ("--moe-router-topk", "mixture of experts")),
-    "batch that grows": ({}, ("--rampup-batch-size", "2", "2", "80"), ("--rampup-batch-size",)),
+    "batch that grows": (
+        {}, ("--rampup-batch-size", "3", "5", "80"), ("--rampup-batch-size 3 5 80", 4, "--rampup-batch-size 4 4 80")
+    ),
     "unequal stages": ({}, ("--decoder-last-pipeline-num-layers", "1"), ("--decoder-last-pipeline-num-layers",)),
     # the synchronisation method; all of its contradictions are in tests/unit/test_config_checks.py
     "a-edit by iterations": (

@@ -247,7 +247,7 @@ def test_flags_without_effect_are_one_note() -> None:
 
 
 CHANGES_THE_RESULT = """
---rampup-batch-size 8 8 100
+--decrease-batch-size-if-needed
 --num-experts 8
 --moe-router-topk 2
 --fp8-format hybrid
