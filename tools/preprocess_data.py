@@ -19,11 +19,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PATH",
         help="files, folders, patterns in quotes, or - for standard input; .jsonl, .json, .ndjson: one JSON object a "
-        "line; .parquet; any other name: plain text; each of them but .parquet also with .gz or .zst",
+        "line; .parquet; .txt: plain text; each of them but .parquet also with .gz, .bz2 or .zst; under any other name "
+        "the content decides",
     )  # fmt: skip
     parser.add_argument(
         "--input-format", choices=("auto", "jsonl", "text", "parquet"), default="auto",
-        help="what the inputs hold, whatever their names (default auto; standard input: jsonl)",
+        help="what the inputs hold, whatever names and content say (default auto; standard input: jsonl)",
     )  # fmt: skip
     parser.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="files are named PREFIX_KEY_document.*"

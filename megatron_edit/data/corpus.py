@@ -15,7 +15,6 @@ Rules, the same for every tokenizer and every number of workers and partitions:
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -26,10 +25,11 @@ from typing import Any, Literal
 
 from megatron_edit.data.batches import TokenBatch, TokenizerSpec, end_with_parent, raw_batches, token_batches
 from megatron_edit.data.errors import DataError
+from megatron_edit.data.formats import Kind
 from megatron_edit.data.indexed import IndexedWriter, token_dtype
-from megatron_edit.data.inputs import InputFile, Kind, Portion, TextUnit, find_inputs, lines_before, portions
+from megatron_edit.data.inputs import InputFile, Portion, TextUnit, find_inputs, lines_before, portions
 from megatron_edit.data.merge import merge_corpora, remove_corpus
-from megatron_edit.data.progress import Progress
+from megatron_edit.data.progress import Progress, log_to_stderr
 from megatron_edit.data.restart import Journal, Position
 
 __all__ = ["CorpusReport", "TextUnit", "TokenizerSpec", "preprocess"]
@@ -37,10 +37,6 @@ __all__ = ["CorpusReport", "TextUnit", "TokenizerSpec", "preprocess"]
 OnError = Literal["fail", "skip"]
 NAMED_PROBLEMS = 10
 Log = Callable[[str], None]
-
-
-def log_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -120,7 +116,7 @@ def preprocess(
     if not json_keys or len(set(json_keys)) < len(json_keys):
         raise DataError(f"--json-keys {' '.join(json_keys)}: give each key once")
     _check_partitions(inputs, workers, partitions, partition)
-    files = find_inputs(inputs, json_keys, input_kind)
+    files = find_inputs(inputs, json_keys, input_kind, log)
     tokenizer = spec.build()
     if append_eod and tokenizer.eod_id is None:
         raise DataError(f"--append-eod: the {tokenizer.name} given has no end id (eos_token); leave the flag out")
