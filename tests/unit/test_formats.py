@@ -71,7 +71,7 @@ def test_a_packed_file_whose_name_does_not_say_so(tmp_path: Path, pack: Callable
 
 def test_plain_text_under_any_name(tmp_path: Path) -> None:
     for name in ("README", "a.md", "a.py", "a.txt", "a.tex"):
-        assert made(tmp_path / name, "ein Text {mit Klammern}\n".encode()) == (["ein Text {mit Klammern}\n"], [])
+        assert made(tmp_path / name, b"ein Text {mit Klammern}\n") == (["ein Text {mit Klammern}\n"], [])
 
 
 @pytest.mark.parametrize("name", ["a", "a.txt"])
