@@ -37,6 +37,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, help="vocabulary of NullTokenizer")
     parser.add_argument("--append-eod", action="store_true", help="an end id after each document")
     parser.add_argument(
+        "--parse-special-tokens", action=argparse.BooleanOptionalAction, default=False,
+        help="a special token that a text spells (<|im_start|>, <filename>) becomes its id; without it, plain text",
+    )  # fmt: skip
+    parser.add_argument(
         "--text-unit", choices=("file", "paragraph", "line"), default="file",
         help="what is a document in plain text: the file (default), paragraphs between blank lines, or lines",
     )  # fmt: skip
@@ -62,7 +66,7 @@ def main() -> None:
     reports = preprocess(
         args.input,
         args.output_prefix,
-        TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size),
+        TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.parse_special_tokens),
         json_keys=args.json_keys,
         append_eod=args.append_eod,
         workers=args.workers,

@@ -68,6 +68,8 @@ def merge_corpora(
                     skipped_documents=skipped,
                     replaced_characters=sum(manifest.replaced_characters for manifest in known),
                     failed_documents=failed,
+                    parse_special_tokens=any(manifest.parse_special_tokens for manifest in known),
+                    marked_documents=sum(manifest.marked_documents for manifest in known),
                 )
             )
         writer.finish()
