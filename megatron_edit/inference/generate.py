@@ -88,6 +88,6 @@ def _lines(path: Path | None) -> list[str]:
     if path is None:
         return []
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"--prompt-file {path} cannot be read: {error}"]) from None
