@@ -1,5 +1,6 @@
 """Special tokens that a text spells: plain text, counted; their ids with --parse-special-tokens."""
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -16,7 +17,7 @@ from megatron_edit.data.indexed import Manifest
 from megatron_edit.data.inspect import corpus_lines
 from megatron_edit.data.merge import merge_corpora
 from megatron_edit.data.tokenizers import Tokenizer, build_tokenizer
-from megatron_edit.inference.start import Started
+from megatron_edit.inference.start import Started, add_flags
 from tests.unit.test_corpus_tools import documents, write_lines
 from tests.unit.test_preprocess import contents
 from tests.unit.test_tokenizers import BOTH, hf_folder
@@ -181,6 +182,18 @@ def test_a_tokenizer_without_special_tokens_in_texts_is_refused(
     path = write_lines(tmp_path / "in.jsonl", ["1 2"])
     with pytest.raises(DataError, match=r"--parse-special-tokens: the (Byte|Null)Tokenizer given has no special token"):
         preprocess([path], str(tmp_path / "out"), spec)
+
+
+def test_the_tools_of_inference_take_texts_as_a_corpus_does_but_for_generate() -> None:
+    for default, flags, expected in [
+        ({}, [], False),
+        ({}, ["--parse-special-tokens"], True),
+        ({"parse_special_tokens": True}, [], True),
+        ({"parse_special_tokens": True}, ["--no-parse-special-tokens"], False),
+    ]:
+        parser = argparse.ArgumentParser()
+        add_flags(parser, **default)
+        assert parser.parse_args(["--load", "x", *flags]).parse_special_tokens is expected
 
 
 def test_a_prompt_that_begins_with_the_begin_mark_gets_no_second_one(tmp_path: Path) -> None:
