@@ -77,7 +77,7 @@ def show_order(args: argparse.Namespace, flags: list[str]) -> None:
         assert source is not None
         ends = document_ends(config.data)
         split = build_split(source, seq_length=seq_length, tokenizer=checked.tokenizer, document_ends=ends)
-        names = [str(getattr(dataset, "dataset_path", "")) for dataset in split.datasets]
+        names = [str(dataset.tokens.path.with_suffix("")) for dataset in split.datasets]
     order = split.training_order(seed) if name == "train" else split.evaluation_order()
     print(*checked.notes, sep="\n")
     for line, position in zip(

@@ -47,7 +47,7 @@ def read_per_split_data_args(path: str) -> dict[str, Any]:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # a byte order mark, as Windows editors write, is no text
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -50,13 +50,13 @@ class Started:
             print(line, flush=True)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text from its beginning on."""
-        ids = self.tokenizer.tokenize(text)
-        return [self.tokenizer.bos_id, *ids] if self.begins_with_bos and self.tokenizer.bos_id is not None else ids
+        """Ids of a text from its beginning on; one begin id, also where the text itself spells it and is parsed."""
+        ids, bos_id = self.tokenizer.tokenize(text), self.tokenizer.bos_id
+        return [bos_id, *ids] if self.begins_with_bos and bos_id is not None and ids[:1] != [bos_id] else ids
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of every tool here."""
+def add_flags(parser: argparse.ArgumentParser, *, parse_special_tokens: bool = False) -> None:
+    """Flags of every tool here. `parse_special_tokens`: the default of that flag."""
     group = parser.add_argument_group("model")
     group.add_argument("--load", type=Path, required=True, metavar="DIR", help="checkpoint, or Hugging Face folder")
     group.add_argument("--ckpt-step", type=int, metavar="N", help="iteration; default: weights of the end, or the last")
@@ -71,6 +71,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--add-bos", action=argparse.BooleanOptionalAction, default=None,
         help="begin every text with the begin id; default: as the tokenizer's own file says",
+    )  # fmt: skip
+    group.add_argument(
+        "--parse-special-tokens", action=argparse.BooleanOptionalAction, default=parse_special_tokens,
+        help="a special token that a text spells (<|im_start|>) becomes its id; otherwise it is plain text; default "
+        f"here: {'on' if parse_special_tokens else 'off'}",
     )  # fmt: skip
 
 
@@ -150,7 +155,7 @@ def _tokenizer(arguments: argparse.Namespace, weights: Weights) -> tuple[Tokeniz
             vocab_size = weights.vocab_size - 1 if kind == "NullTokenizer" else None
         else:
             raise DataError(f"{weights.folder} came without a tokenizer: give --tokenizer-type and --tokenizer-model")
-    tokenizer = build_tokenizer(kind, path, vocab_size)
+    tokenizer = build_tokenizer(kind, path, vocab_size, parse_special_tokens=arguments.parse_special_tokens)
     folder = Path(path) if path is not None and kind == "HuggingFaceTokenizer" else None
     return tokenizer, folder if folder is None or folder.is_dir() else folder.parent
 

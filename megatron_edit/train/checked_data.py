@@ -8,6 +8,7 @@ from megatron_edit.config.schema import Config, DataConfig
 from megatron_edit.data.blend import SplitSource, resolve_sources
 from megatron_edit.data.check import DocumentEnds, check_data_files
 from megatron_edit.data.errors import DataError
+from megatron_edit.data.open_files import open_files_notes, raise_open_files_limit
 from megatron_edit.data.tokenizers import Tokenizer, build_tokenizer
 
 
@@ -34,6 +35,8 @@ def document_ends(data: DataConfig) -> DocumentEnds:
 def check_data(config: Config) -> CheckedData:
     """Opens tokenizer and files. Raises DataError with all problems: missing, damaged, too short, not fitting."""
     data, evaluation = config.data, config.evaluation
+    open_files = raise_open_files_limit()
+    open_files_notes(0, open_files)
     assert data.tokenizer_type is not None, "the checks ask for it"
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
     vocab_size = max(tokenizer.vocab_size, data.vocab_size or 0)
@@ -68,4 +71,6 @@ def check_data(config: Config) -> CheckedData:
             wanted.append("test")
         except DataError as error:  # nobody asked for it: --split has a third share by default
             notes.append(f"no last test: {error}")
+    read = {prefix for name in wanted if (source := sources[name]) is not None for prefix in source.blend.prefixes}
+    notes += open_files_notes(len(read), open_files)
     return CheckedData(tokenizer, sources, tuple(wanted), notes, vocab_size)

@@ -9,6 +9,7 @@ from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.schema import Config
 from megatron_edit.data.datasets import SplitDatasets, build_mock_split, build_split
 from megatron_edit.data.loader import Microbatch, MicrobatchLoader, RankPlace, ReserveLoader, evaluation_batches
+from megatron_edit.data.open_files import OpenFiles
 from megatron_edit.data.reserves import SamplePool
 from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.train.checked_data import CheckedData, document_ends
@@ -29,6 +30,7 @@ class RunData:
             shard_rank=mesh.place.dp,
             micro_batch_size=config.training.micro_batch_size,
         )
+        self._files = OpenFiles()
         self._splits = {name: self._build(name, checked) for name in checked.splits}
 
     @property
@@ -104,4 +106,5 @@ class RunData:
             seq_length=seq_length,
             tokenizer=checked.tokenizer,
             document_ends=document_ends(self._config.data),
+            files=self._files,
         )

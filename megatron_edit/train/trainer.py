@@ -141,6 +141,7 @@ class Trainer:
             ) as stop:
                 self._end(self._iterate(stop))
             self._feed.close()
+            self._sample_ids.close()
         finally:
             self._output.close()
 

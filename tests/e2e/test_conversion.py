@@ -122,6 +122,12 @@ def test_b40_a_trained_model_is_the_same_in_transformers(tmp_path: Path, corpora
         (record,) = map(json.loads, output.read_text().splitlines())
         assert record["ids"] == found["new"] and record["prompt_ids"] == found["ids"]
 
+    for flags, ids in (((), [256, *b"of"]), (("--no-parse-special-tokens",), list(b"<bos>of"))):
+        words = ("--load", tmp_path / "hf", "--prompt", "<bos>of", "--max-new-tokens", 1, "--output", output)
+        tool(generate, *words, *flags)
+        (record,) = map(json.loads, output.read_text().splitlines())
+        assert record["prompt_ids"] == ids
+
     (printed,) = tool(verify, "--load", run, "--hf", tmp_path / "hf", "--text", "a replica and its anchor")
     assert "equal, with --tolerance 1e-05" in printed
 
