@@ -8,6 +8,7 @@ number belongs is refused, and text stays the text that is written.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,7 +53,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG, _scalar)
 
 
-def read_yaml(path: str, environment: Mapping[str, str]) -> tuple[dict[str, Any], list[str], set[str]]:
+def read_yaml(path: str, environment: Mapping[str, str] = os.environ) -> tuple[dict[str, Any], list[str], set[str]]:
     """Values by setting name, problems (each names file and key), and the settings whose value is refused.
 
     `environment`: variables for `$VAR` in paths.
