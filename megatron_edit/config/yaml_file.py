@@ -173,4 +173,4 @@ def _hint(setting: Setting, value: Any) -> str:
 
 def _nearest_key(key: str) -> list[str]:
     keys = [*SECTIONS, *SETTINGS]
-    return difflib.get_close_matches(key.replace("-", "_").lower(), keys, n=1)
+    return difflib.get_close_matches(key.replace("-", "_").lower(), keys, n=1, cutoff=0.8)

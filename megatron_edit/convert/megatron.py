@@ -129,7 +129,7 @@ def layout_settings(weights: Weights, tensor: int, pipeline: int, layers_per_chu
     if layers_per_chunk is not None:
         settings["num_layers_per_virtual_pipeline_stage"] = layers_per_chunk
     config = with_values(Config(model=weights.model), settings, "flag")
-    problems = [*check_model(config), *check_pipeline(config, tensor * pipeline)]
+    problems = [*check_model(config, fixed=True), *check_pipeline(config, tensor * pipeline, fixed=True)]
     if problems:
         raise ConfigError(problems)
     return {name: value for name, value in settings.items() if value != SETTINGS[name].default}

@@ -458,6 +458,12 @@ def test_flags_refused_for_one_reason_are_one_problem() -> None:
     assert stages.startswith("--account-for-loss-in-pipeline-split is refused: unequal pipeline stages")
 
 
+def test_of_a_flag_of_megatron_lm_that_is_given_twice_the_last_counts() -> None:
+    assert load("--optimizer sgd --normalization RMSNorm --optimizer adam").ignored_flags == (
+        "--optimizer adam", "--normalization RMSNorm")  # fmt: skip
+    assert len(problems_of("--optimizer adam --optimizer sgd")) == 1
+
+
 def test_parts_of_what_is_not_turned_on_change_nothing() -> None:
     parts = "--fp8-margin 0 --moe-router-topk 2 --muon-momentum 0.9 --optimizer adam --kv-lora-rank 512"
     assert load(parts).ignored_flags == tuple("--" + part.strip() for part in parts.split("--")[1:])
