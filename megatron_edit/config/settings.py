@@ -136,6 +136,13 @@ def completed(setting: Setting, value: Any, environment: Mapping[str, str]) -> A
     return expand(value, environment)
 
 
+def as_written(name: str, value: Any) -> Any:
+    """`value` of the setting `name` as it must stand in a file to be read back: the reverse of `completed`."""
+    if not SETTINGS[name].is_path or value is None:
+        return value
+    return [word.replace("$", "$$") for word in value] if isinstance(value, list) else value.replace("$", "$$")
+
+
 def flag_of(name: str) -> str:
     """Flag of the setting `name`."""
     return SETTINGS[name].flag

@@ -20,7 +20,7 @@ from megatron_edit.checkpoint.torch_dist import TensorReader, write_whole_tensor
 from megatron_edit.checkpoint.training_state import MODEL, local_key, shared_key
 from megatron_edit.config.check_layout import check_model, check_pipeline
 from megatron_edit.config.schema import Config, ConfigError, ModelConfig
-from megatron_edit.config.settings import SETTINGS, with_values
+from megatron_edit.config.settings import SETTINGS, as_written, with_values
 from megatron_edit.convert.assets import copy_assets, tokenizer_settings
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.folder import check_output, new_folder
@@ -187,5 +187,5 @@ def _settings_file(weights: Weights, others: dict[str, Any]) -> str:
     }
     return (
         "# Settings of the converted model, for `pretrain_llama.py --config`. seq_length is a proposal.\n"
-        + yaml.safe_dump({**model, **others}, sort_keys=False)
+        + yaml.safe_dump({n: as_written(n, v) for n, v in {**model, **others}.items()}, sort_keys=False)
     )

@@ -430,7 +430,7 @@ def test_no_flag_of_megatron_lm_is_unknown_or_has_another_shape(release: str) ->
     for flag, arguments in flags.items():
         if flag in own:
             assert (own[flag].kind is bool) == (arguments == ""), flag
-            assert (own[flag].kind is list) == (arguments == "+"), flag
+            assert own[flag].kind is list or arguments != "+", flag
         elif flag in TRANSLATED:
             assert TRANSLATED[flag][0] == (arguments != ""), flag
         elif (entry := entry_of(flag)) is not None and entry.takes_value is not None:
