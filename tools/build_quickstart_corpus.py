@@ -1,14 +1,13 @@
 #!/usr/bin/env python
 """Real text without a download: Python's language reference, the standard library's docstrings and source."""
 
-import argparse
-
+from megatron_edit.config.paths import PathParser
 from megatron_edit.data.quickstart import build_quickstart_corpus
 from megatron_edit.data.tool import run_tool
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = PathParser(
         description="Writes JSON lines of text that is part of Python.", allow_abbrev=False
     )
     parser.add_argument("--output", required=True, metavar="FILE.jsonl")

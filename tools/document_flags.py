@@ -6,12 +6,14 @@ usage: python tools/document_flags.py [--check]
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron_edit.config.megatron_flags import MEGATRON_FLAGS, TRANSLATED  # noqa: E402
+from megatron_edit.config.megatron_refused import REFUSALS  # noqa: E402
 from megatron_edit.config.presets import PRESETS  # noqa: E402
 from megatron_edit.config.printing import default_text  # noqa: E402
 from megatron_edit.config.schema import SECTIONS  # noqa: E402
@@ -30,6 +32,13 @@ A setting has one name: `--micro-batch-size 4` on the command line is `micro_bat
 Switches have no value; `--no-NAME` turns one off. Names are not abbreviated, unknown ones are refused. A flag
 that is given twice holds its last value. A `-` in the column "default" means: not given, and the help says
 what then holds.
+
+In the file a value without quotes means what the same text means after a flag: numbers are plain decimal numbers
+(`0123`, `1:30` and `1_000`, which YAML 1.1 reads as 83, 90 and 1000, are refused), text is what is written (`007`, `no`
+and `2024-01-31` are names), `true`, `yes` and `on` turn a switch on, `null` leaves a setting out.
+
+In paths, in flags and in the file, a leading `~` and `$VAR` or `${VAR}` expand; a variable that is not set or empty is
+an error; `$$` stands for one `$`. The tools do the same.
 """
 
 MEGATRON_HEAD = """\
@@ -39,6 +48,10 @@ The settings above have Megatron-LM's names and meaning where it has them. Of it
 effect here are accepted, and listed in one warning line at the start; those that would change the result are
 refused.
 """
+
+REFUSED = """\
+Refused. What stands in the second column is refused only beside one of the first, and without effect otherwise. Every
+flag that begins with `--moe-` goes with `--num-experts`."""
 
 
 def text() -> str:
@@ -87,17 +100,25 @@ def _presets() -> str:
 def _megatron() -> str:
     accepted = [f for f, entry in MEGATRON_FLAGS.items() if entry.allowed is None]
     limited = {f: entry for f, entry in MEGATRON_FLAGS.items() if entry.allowed}
-    refused = {f: entry for f, entry in MEGATRON_FLAGS.items() if entry.allowed == ()}
-    lines = ["Accepted without effect: " + ", ".join(f"`{flag}`" for flag in sorted(accepted)) + ".", ""]
-    lines += ["Translated: " + ", ".join(f"`{flag}`" for flag in sorted(TRANSLATED)) + ".", ""]
+    lines = ["Accepted without effect: " + _names(accepted) + ".", ""]
+    lines += ["Translated: " + _names(TRANSLATED) + ".", ""]
     lines += ["Accepted with one value:", ""]
-    lines += _table(
-        ["flag", "value", "because"],
-        [[f"`{f}`", " or ".join(f"`{v}`" for v in e.allowed or ()), e.reason] for f, e in sorted(limited.items())],
-    )
-    lines += ["", "Refused (and every flag that begins with `--moe-`):", ""]
-    lines += _table(["flag", "because"], [[f"`{f}`", e.reason] for f, e in sorted(refused.items())])
+    rows = []
+    for flag, entry in sorted(limited.items()):
+        beside = f" (without {_names(entry.beside)}: any)" if entry.beside else ""
+        rows.append([f"`{flag}`", " or ".join(f"`{v}`" for v in entry.allowed or ()) + beside, entry.reason])
+    lines += _table(["flag", "value", "because"], rows)
+    lines += ["", REFUSED, ""]
+    rows = []
+    for refusal in sorted(REFUSALS, key=lambda r: (r.flags + r.of).split()[0]):
+        also = f" (beside {_names(refusal.of.split())} where that is refused)" if refusal.of else ""
+        rows.append([_names(refusal.flags.split()), _names(refusal.parts.split()) + also, refusal.why, refusal.instead])
+    lines += _table(["flags", "their parts", "because", "without them"], rows)
     return "\n".join([*lines, ""])
+
+
+def _names(flags: Iterable[str]) -> str:
+    return ", ".join(f"`{flag}`" for flag in sorted(flags))
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -20,11 +20,12 @@ import torch
 from megatron_edit.checkpoint import inspect
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.manifest import MANIFEST
+from megatron_edit.config.paths import PathParser
 
 
 def main(argv: list[str]) -> int:
     """Runs the tool; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = PathParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path, help="folder of checkpoints, or one checkpoint")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to look at")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")

@@ -13,6 +13,7 @@ import sys
 
 from megatron_edit.config import ConfigError, check, load_config, resolve
 from megatron_edit.config.derive import batch_schedule
+from megatron_edit.config.paths import PathParser
 from megatron_edit.data.inspect import corpus_lines, document_lines, order_lines, replica_lines
 from megatron_edit.data.tokenizers import ALIASES, TOKENIZER_TYPES, build_tokenizer
 from megatron_edit.data.tool import run_tool
@@ -20,7 +21,7 @@ from megatron_edit.train.checked_data import check_data, document_ends
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
+    parser = PathParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True)

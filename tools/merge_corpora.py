@@ -4,14 +4,13 @@
 python tools/merge_corpora.py --input data/a_text_document data/b_text_document --output-prefix data/ab_text_document
 """
 
-import argparse
-
+from megatron_edit.config.paths import PathParser
 from megatron_edit.data.merge import merge_corpora
 from megatron_edit.data.tool import run_tool
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Joins corpora made with one tokenizer.", allow_abbrev=False)
+    parser = PathParser(description="Joins corpora made with one tokenizer.", allow_abbrev=False)
     parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help="corpora, in their order")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="of what is written")
     args = parser.parse_args()

@@ -9,13 +9,14 @@ A command that was killed goes on when it is given again. docs/corpora.md tells 
 
 import argparse
 
+from megatron_edit.config.paths import PathParser
 from megatron_edit.data.corpus import TokenizerSpec, preprocess
 from megatron_edit.data.tokenizers import ALIASES, TOKENIZER_TYPES
 from megatron_edit.data.tool import run_tool
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Text to .bin/.idx for --data-path.", allow_abbrev=False)
+    parser = PathParser(description="Text to .bin/.idx for --data-path.", allow_abbrev=False)
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PATH",
         help="files, folders, patterns in quotes, or - for standard input; .jsonl, .json, .ndjson: one JSON object a "

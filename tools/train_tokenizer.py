@@ -5,14 +5,13 @@ python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 4096 --output-
 writes data/tokenizer.model, for --tokenizer-type SentencePieceTokenizer.
 """
 
-import argparse
-
+from megatron_edit.config.paths import PathParser
 from megatron_edit.data.tool import run_tool
 from megatron_edit.data.train_tokenizer import train_sentencepiece
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Trains a sentencepiece tokenizer.", allow_abbrev=False)
+    parser = PathParser(description="Trains a sentencepiece tokenizer.", allow_abbrev=False)
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PATH",
         help="files, folders, patterns or -, as those of tools/preprocess_data.py",

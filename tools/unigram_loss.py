@@ -5,10 +5,10 @@ python tools/unigram_loss.py --data-path data/corpus_text_document --split 95,5
 prints nats per token over all tokens of the validation split but its first (which no sample predicts).
 """
 
-import argparse
 
 import numpy as np
 
+from megatron_edit.config.paths import PathParser
 from megatron_edit.data.blend import resolve_sources
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.indexed import IndexedFiles, Manifest
@@ -17,7 +17,7 @@ from megatron_edit.data.unigram import count_tokens, unigram_loss
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Prints the loss of a unigram model.", allow_abbrev=False)
+    parser = PathParser(description="Prints the loss of a unigram model.", allow_abbrev=False)
     parser.add_argument("--data-path", required=True, metavar="PREFIX", help="one corpus")
     parser.add_argument("--split", default="969,30,1", help="as in training")
     parser.add_argument("--vocab-size", type=int, help="default: that of the corpus' manifest")

@@ -6,6 +6,8 @@ from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.derive import BatchPlan, batch_schedule
 from megatron_edit.config.schema import Config, ModelConfig
 from megatron_edit.config.values import parse_split
+from megatron_edit.sync.methods import METHODS
+from megatron_edit.sync.timetable import Timetable, fragments_of
 
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:
@@ -24,11 +26,30 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> int:
     return model.num_layers * (attention + mlp + norms) + hidden + embeddings
 
 
+def count_modules(config: Config) -> int:
+    """Modules that synchronise as one: embedding, layers or their halves, head (`model.names.module_keys`)."""
+    return config.model.num_layers * (2 if config.edit.edit_modules == "sublayer" else 1) + 2
+
+
+def timetable_of(config: Config) -> Timetable | None:
+    """When a run of the resolved `config` synchronises that starts at iteration 1; None without a plan by steps."""
+    edit = config.edit
+    method = METHODS[edit.edit_method]
+    if method.trigger not in ("steps", "staggered"):
+        return None
+    fragments = fragments_of(method, edit.edit_num_fragments, count_modules(config), edit.edit_sync_interval)
+    return Timetable(edit.edit_sync_interval, fragments, edit.edit_warmup_steps)
+
+
 def planned_syncs(config: Config) -> int:
-    """Syncs up to the last iteration: after the synchronous warm-up, one every --edit-sync-interval."""
-    if config.edit.edit_method in ("baseline", "a-edit") or config.training.train_iters is None:
+    """Syncs of the whole run: those of the timetable, and the last one where the run ends between two."""
+    iterations, timetable = config.training.train_iters, timetable_of(config)
+    if timetable is None or iterations is None:
         return 0
-    return max(0, config.training.train_iters - config.edit.edit_warmup_steps) // config.edit.edit_sync_interval
+    ends_apart = not timetable.is_due_for_all(iterations)
+    if config.edit.edit_mixing_alpha is not None:  # a mixture leaves the replicas apart after every sync
+        ends_apart = iterations > timetable.warmup_end
+    return timetable.syncs_in(0, iterations) + int(ends_apart)
 
 
 def batch_lines(schedule: BatchSchedule, plan: BatchPlan, train_iters: int) -> list[str]:
@@ -91,14 +112,23 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> 
             f"{config.edit.edit_sync_time:g} seconds have passed; iterations are samples / global batch"
         )
     else:
-        lines.append(
-            f"sync: {config.edit.edit_method}, {min(config.edit.edit_warmup_steps, iters)} synchronous "
-            f"iterations, then every {config.edit.edit_sync_interval}: {planned_syncs(config)} syncs "
-            "planned"
-        )
+        lines.append(_sync_line(config, iters))
     if config.data.data_path:
         shares = " / ".join(f"{share:.4g}" for share in parse_split(config.data.split))
         lines.append(f"split: training / validation / test = {shares}")
     if vocab_size is not None:
         lines.append(f"parameters: {count_parameters(model, vocab_size):,} (vocabulary {vocab_size}, not padded)")
     return "\n".join(lines)
+
+
+def _sync_line(config: Config, iterations: int) -> str:
+    edit, timetable, syncs = config.edit, timetable_of(config), planned_syncs(config)
+    assert timetable is not None
+    warmup = min(edit.edit_warmup_steps, iterations)
+    fragments = f" for each of {timetable.num_fragments} fragments" if timetable.num_fragments > 1 else ""
+    at_end = syncs - timetable.syncs_in(0, iterations)
+    last = ", the last one at the end" if at_end and syncs > 1 else ", at the end" if at_end else ""
+    return (
+        f"sync: {edit.edit_method}, {warmup} synchronous iterations, then every {edit.edit_sync_interval}{fragments}: "
+        f"{syncs} sync{'s' * (syncs != 1)} planned{last}"
+    )

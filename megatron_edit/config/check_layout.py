@@ -115,15 +115,21 @@ def _batch_flag(config: Config, shard_size: int) -> tuple[str, int, int]:
     return "--replica-batch-size", training.replica_batch_size, shard_size
 
 
-def check_pipeline(config: Config, world_size: int) -> Iterator[str]:
-    """Layers into stages and chunks; the interleaved schedule."""
+def sizes_are_fixed(config: Config) -> bool:
+    """Whether the model's sizes are those of weights that are loaded, or of a named model."""
+    return config.checkpoint.load is not None or config.model.model_size is not None
+
+
+def check_pipeline(config: Config, world_size: int, *, fixed: bool | None = None) -> Iterator[str]:
+    """Layers into stages and chunks; the interleaved schedule. `fixed`: see `check_model`."""
     layers, pp = config.model.num_layers, config.parallel.pipeline_model_parallel_size
     chunk = config.parallel.num_layers_per_virtual_pipeline_stage
     if layers % pp:
+        fixed = sizes_are_fixed(config) if fixed is None else fixed
+        other_model = "" if fixed else f"{nearest_multiples(layers, pp)} layers, or "
         yield (
-            f"--num-layers {layers} is not divisible by {PP} {pp}, and every stage holds the same number "
-            f"of layers: {nearest_multiples(layers, pp)} layers, or a pipeline size of "
-            f"{nearest_divisors(layers, pp)}, would work"
+            f"--num-layers {layers} is not divisible by {PP} {pp}, and every stage holds the same number of layers: "
+            f"{other_model}a pipeline size of {nearest_divisors(layers, pp)}{'' if fixed else ','} would work"
         )
         return
     if chunk is None:
@@ -150,15 +156,18 @@ def check_pipeline(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def check_model(config: Config) -> Iterator[str]:
-    """Heads, groups, widths and the sequence against each other and tensor / context parallel sizes."""
+def check_model(config: Config, *, fixed: bool | None = None) -> Iterator[str]:
+    """Heads, groups, widths and the sequence against each other and tensor / context parallel sizes.
+
+    `fixed`: the model's sizes cannot be changed, so none are offered; None: as `sizes_are_fixed` says.
+    """
     model, tp, cp = (
         config.model,
         config.parallel.tensor_model_parallel_size,
         config.parallel.context_parallel_size,
     )
-    heads, groups, ffn = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
-    assert groups is not None and ffn is not None
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    assert groups is not None
     if model.kv_channels is None:
         yield (
             f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {heads}: "
@@ -171,17 +180,7 @@ def check_model(config: Config) -> Iterator[str]:
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: "
             f"{nearest_divisors(heads, groups)} groups would work"
         )
-    if not _heads_fit(model, tp):
-        flag, number = ("--num-attention-heads", heads) if heads % tp else ("--num-query-groups", groups)
-        why = "" if heads % tp else " (neither number divides the other)"
-        largest = max(d for d in divisors(heads) if d < tp and _heads_fit(model, d))
-        yield (
-            f"{flag} {number} cannot be split over {TP} {tp}{why}: the largest tensor parallel size that "
-            f"works is {largest}"
-        )
-    if ffn % tp:
-        works = nearest_multiples(ffn, tp)
-        yield f"--ffn-hidden-size {ffn} is not divisible by {TP} {tp}: {works} would work"
+    yield from _check_tensor_parallel(model, tp, sizes_are_fixed(config) if fixed is None else fixed)
     if config.parallel.sequence_parallel and model.seq_length % tp:
         yield (
             f"--sequence-parallel needs a --seq-length that {TP} {tp} divides, not {model.seq_length}: "
@@ -208,13 +207,35 @@ def check_model(config: Config) -> Iterator[str]:
         )
 
 
-def _heads_fit(model: ModelConfig, tp: int) -> bool:
-    """Whole query heads on every rank, and whole groups or, with more ranks than groups, equal parts of one."""
-    groups = model.num_query_groups
+def _check_tensor_parallel(model: ModelConfig, tp: int, fixed: bool) -> Iterator[str]:
+    """Heads, groups and MLP over the tensor parallel ranks. The sizes that are offered suit all three."""
+    heads, groups, ffn = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
+    assert groups is not None and ffn is not None
+    fitting = [d for d in divisors(heads) if _why_heads_do_not_fit(model, d) is None and ffn % d == 0]
+    sizes = f"these tensor parallel sizes would work: {', '.join(map(str, fitting))}"
+    why = _why_heads_do_not_fit(model, tp)
+    if why is not None:
+        yield f"{why}; {sizes}"
+    if ffn % tp:
+        also = "" if why else f"; {sizes}"  # once is enough
+        other_model = "" if fixed else f"; --ffn-hidden-size {nearest_multiples(ffn, tp)} would work too"
+        yield f"--ffn-hidden-size {ffn} is not divisible by {TP} {tp}{also}{other_model}"
+
+
+def _why_heads_do_not_fit(model: ModelConfig, tp: int) -> str | None:
+    """Every rank holds whole query heads, and whole groups or, with more ranks than groups, equal parts of one."""
+    heads, groups, channels = model.num_attention_heads, model.num_query_groups, model.kv_channels or 0
     assert groups is not None
-    if model.num_attention_heads % tp:
-        return False
+    if heads % tp:
+        return f"--num-attention-heads {heads} is not divisible by {TP} {tp}"
     if groups % tp == 0:
-        return True
-    # more ranks than groups: ranks of a group share its rows of the fused projection
-    return tp % groups == 0 and (2 * (model.kv_channels or 0)) % (tp // groups) == 0
+        return None
+    if tp % groups:
+        return f"--num-query-groups {groups} cannot be split over {TP} {tp} (neither number divides the other)"
+    ranks, rows = tp // groups, 2 * channels  # ranks of a group share its rows of the fused projection
+    if rows % ranks:
+        return (
+            f"--num-query-groups {groups} cannot be split over {TP} {tp}: {ranks} ranks would share the {rows} rows of "
+            f"keys and values of a group (--kv-channels {channels}), and {ranks} does not divide {rows}"
+        )
+    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_edit.config.arithmetic import count_parameters
+from megatron_edit.config.arithmetic import count_modules, count_parameters
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import SETTINGS, flag_of, is_given, value_of
 from megatron_edit.sync.methods import METHODS, Method
@@ -99,7 +99,7 @@ def _check_combinations(config: Config, method: Method) -> Iterator[str]:
                 f"--edit-sync-placement {edit.edit_sync_placement} and --edit-sync-delay {delay} contradict: a delayed "
                 "sync is applied after a step; leave the placement out"
             )
-        modules = config.model.num_layers * (2 if edit.edit_modules == "sublayer" else 1) + 2
+        modules = count_modules(config)
         if (edit.edit_num_fragments or 0) > modules:
             yield (
                 f"--edit-num-fragments {edit.edit_num_fragments} is more than the {modules} modules of the model "

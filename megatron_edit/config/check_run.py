@@ -5,6 +5,7 @@ flags, numbers and a way out. `config` is resolved; each check yields nothing wh
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,9 +193,20 @@ def _check_tokenizer(config: Config) -> Iterator[str]:
         if data.tokenizer_model is None:
             yield f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model PATH"
         elif not os.path.exists(data.tokenizer_model):
-            yield f"--tokenizer-model {data.tokenizer_model} does not exist"
+            yield f"--tokenizer-model {data.tokenizer_model} does not exist{_if_hub_name(data.tokenizer_model)}"
     elif data.tokenizer_type == "NullTokenizer" and data.vocab_size is None:
         yield "--tokenizer-type NullTokenizer needs --vocab-size"
+
+
+def _if_hub_name(name: str) -> str:
+    """How to get the files, where `name` looks like OWNER/MODEL on the Hugging Face hub."""
+    owner, _, model = name.partition("/")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) or os.path.exists(owner):
+        return ""
+    return (
+        "; it looks like a name on the Hugging Face hub, and nothing is downloaded here: fetch the files once, for "
+        f"example with `hf download {name} --include 'token*' --local-dir {model}`, and give --tokenizer-model {model}"
+    )
 
 
 def has_validation(config: Config) -> bool:

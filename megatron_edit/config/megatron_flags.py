@@ -3,33 +3,51 @@
 A script written for Megatron-LM should run here with the same meaning or not at all. Flags whose effect
 this program always has (or that only steer kernels and overlap) are accepted and listed in one warning
 line; a few are spelled differently here and translated; those that would change the result, and are not
-built, are refused.
+built, are refused, with what the run would be without them. The names are in `megatron_accepted.py` and
+`megatron_refused.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_edit.config.data_args import read_data_args, read_per_split_data_args
+from megatron_edit.config.megatron_accepted import (
+    ONE_VALUE,
+    ONE_VALUE_BESIDE,
+    SWITCHES_WITHOUT_EFFECT,
+    VALUES_WITHOUT_EFFECT,
+)
+from megatron_edit.config.megatron_refused import REFUSALS
+
+FlagGroup = tuple[str, list[str]]  # a flag and the arguments that follow it
 
 
 @dataclass(frozen=True)
 class MegatronFlag:
-    """`takes_value`: the flag has an argument. `allowed`: None = accepted whatever the value; otherwise only
-    these values are, so an empty tuple refuses the flag. `reason` is shown when it is refused.
+    """What becomes of one flag.
+
+    takes_value  whether it has arguments; None: not checked
+    allowed      None = accepted whatever the value; otherwise only these values are, so an empty tuple refuses it
+    reason       shown when it is refused
+    instead      what the run does without it
+    beside       it is refused only when one of these flags is given too (and refused, if it is no setting)
     """
 
-    takes_value: bool = False
+    takes_value: bool | None = False
     allowed: tuple[str, ...] | None = None
     reason: str = ""
+    instead: str = ""
+    beside: tuple[str, ...] = ()
 
-    def accepts(self, values: list[str]) -> bool:
-        """Whether the flag with these arguments changes nothing here."""
+    def accepts(self, values: Sequence[str]) -> bool:
+        """Whether the flag with these arguments changes nothing here, whatever else is given."""
         if self.allowed is None:
             return True
-        return len(values) == 1 and any(_same(values[0], allowed) for allowed in self.allowed)
+        return bool(values) and all(any(_same(value, allowed) for allowed in self.allowed) for value in values)
 
 
 def _same(given: str, allowed: str) -> bool:
@@ -39,162 +57,134 @@ def _same(given: str, allowed: str) -> bool:
         return given.lower() == allowed.lower()
 
 
-def _only(*allowed: str, reason: str) -> MegatronFlag:
-    return MegatronFlag(takes_value=True, allowed=allowed, reason=reason)
+def _table() -> dict[str, MegatronFlag]:
+    rows: list[tuple[str, MegatronFlag]] = [(flag, MegatronFlag()) for flag in SWITCHES_WITHOUT_EFFECT.split()]
+    rows += [(flag, MegatronFlag(takes_value=True)) for flag in VALUES_WITHOUT_EFFECT.split()]
+    for flag, (values, why) in ONE_VALUE.items():
+        rows.append((flag, MegatronFlag(True, tuple(values.split()), why, why)))
+    for flag, (values, why, other) in ONE_VALUE_BESIDE.items():
+        rows.append((flag, MegatronFlag(True, tuple(values.split()), why, why, (other,))))
+    for refusal in REFUSALS:
+        entry = MegatronFlag(None, (), refusal.why, refusal.instead)
+        leaders = (*refusal.flags.split(), *refusal.of.split())
+        rows += [(flag, entry) for flag in refusal.flags.split()]
+        rows += [(flag, replace(entry, beside=leaders)) for flag in refusal.parts.split()]
+    table = dict(rows)
+    assert len(table) == len(rows), "a flag stands in two places"
+    return table
 
 
-def _refused(reason: str) -> MegatronFlag:
-    return MegatronFlag(allowed=(), reason=reason)
-
-
-_SWITCHES_WITHOUT_EFFECT = (
-    # always so here
-    "--use-mcore-models", "--swiglu", "--group-query-attention", "--disable-bias-linear",
-    "--no-position-embedding", "--use-rotary-position-embeddings", "--use-distributed-optimizer",
-    "--overlap-grad-reduce", "--overlap-param-gather", "--no-bias-gelu-fusion",
-    "--exit-on-missing-checkpoint", "--use-dist-ckpt", "--ckpt-fully-parallel-save",
-    "--no-ckpt-fully-parallel-save", "--ckpt-fully-parallel-load", "--dataloader-fast-cache-load",
-    "--use-cpu-initialization", "--no-create-attention-mask-in-dataloader", "--no-mmap-bin-files",
-    # which kernel computes it
-    "--use-flash-attn", "--attention-softmax-in-fp32", "--no-masked-softmax-fusion",
-    "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion", "--no-persist-layer-norm",
-    "--no-gradient-accumulation-fusion", "--no-gradient-reduce-div-fusion", "--cross-entropy-loss-fusion",
-    "--apply-rope-fusion", "--no-async-tensor-model-parallel-allreduce", "--tp-comm-overlap",
-    "--no-overlap-p2p-communication", "--defer-embedding-wgrad-compute", "--no-align-param-gather",
-    "--overlap-p2p-communication-warmup-flush", "--use-ring-exchange-p2p",
-    "--no-use-tokenizer-model-from-checkpoint-args", "--delay-wgrad-compute", "--ddp-average-in-collective",
-    "--ddp-pad-buckets-for-high-nccl-busbw", "--manual-gc", "--no-manual-gc-eval",
-    "--overlap-param-gather-with-optimizer-step",
-    # what is printed or measured
-    "--log-params-norm", "--log-num-zeros-in-grad", "--log-progress", "--log-validation-ppl-to-tensorboard",
-    "--log-timers-to-tensorboard", "--log-memory-to-tensorboard", "--log-world-size-to-tensorboard",
-    "--no-one-logger", "--profile", "--use-pytorch-profiler", "--record-memory-history", "--log-straggler",
-    "--no-check-for-nan-in-loss-and-grad", "--no-barrier-with-level-1-timing",
-)  # fmt: skip
-
-_VALUES_WITHOUT_EFFECT = (
-    "--local-rank", "--local_rank", "--distributed-backend", "--timing-log-level", "--timing-log-option",
-    "--data-cache-path", "--tensorboard-log-interval", "--tensorboard-queue-size", "--wandb-save-dir",
-    "--wandb-exp-name", "--wandb-entity", "--manual-gc-interval", "--empty-unused-memory-level",
-    "--num-dataset-builder-threads", "--nccl-communicator-config-path", "--profile-step-start",
-    "--profile-step-end", "--profile-ranks", "--attention-backend", "--ddp-bucket-size",
-    "--ddp-num-buckets", "--log-memory-interval",
-)  # fmt: skip
-
-_FSDP = "FSDP is not built here: the distributed optimizer shards inside a replica"
-_DENSE_ONLY = "mixture of experts is not built here: the model is a dense Llama"
-_LLAMA_ONLY = "the model is a Llama"
-_UNEVEN_STAGES = "unequal pipeline stages are not built here: every stage holds the same number of layers"
-_LOW_PRECISION = "FP8 and FP4 are not built here: use --bf16"
-_CHECKPOINT_PARTS = "a full checkpoint holds everything that a resume needs; see --save-scope compact"
-_SYNC_AXIS = "the distributed optimizer shards inside a replica; set the replicas with --edit-num-replicas"
-
-MEGATRON_FLAGS: dict[str, MegatronFlag] = {
-    **dict.fromkeys(_SWITCHES_WITHOUT_EFFECT, MegatronFlag()),
-    **dict.fromkeys(_VALUES_WITHOUT_EFFECT, MegatronFlag(takes_value=True)),
-    # accepted with the one value that this program computes
-    "--normalization": _only("RMSNorm", reason="the norms are RMSNorm"),
-    "--position-embedding-type": _only("rope", reason="positions are rotary embeddings"),
-    "--rotary-percent": _only("1.0", reason="the rotary embedding covers the whole head"),
-    "--optimizer": _only("adam", reason="the inner optimizer is AdamW"),
-    "--ckpt-format": _only("torch_dist", reason="checkpoints have a format of their own (docs/checkpoints.md)"),
-    "--dist-ckpt-format": _only("torch_dist", reason="checkpoints have a format of their own (docs/checkpoints.md)"),
-    "--expert-model-parallel-size": _only("1", reason=_DENSE_ONLY),
-    "--expert-tensor-parallel-size": _only("1", reason=_DENSE_ONLY),
-    "--dataloader-type": _only("single", reason="the order of samples is one of its own (docs/batch-and-data.md)"),
-    "--weight-decay-incr-style": _only("constant", reason="the weight decay is constant"),
-    "--num-distributed-optimizer-instances": _only("1", reason=_SYNC_AXIS),
-    "--data-parallel-sharding-strategy": _only("no_shard", reason=_FSDP),
-    "--main-grads-dtype": _only("fp32", reason="gradients are added up in fp32"),
-    "--main-params-dtype": _only("fp32", reason="master weights are fp32: the sync subtracts them"),
-    "--exp-avg-dtype": _only("fp32", reason="Adam's moments are fp32"),
-    "--exp-avg-sq-dtype": _only("fp32", reason="Adam's moments are fp32"),
-    # would change the result
-    "--decrease-batch-size-if-needed": _refused("a batch that does not divide is refused, and what works is said"),
-    "--num-experts": _refused(_DENSE_ONLY),
-    "--decoder-first-pipeline-num-layers": _refused(_UNEVEN_STAGES),
-    "--decoder-last-pipeline-num-layers": _refused(_UNEVEN_STAGES),
-    "--pipeline-model-parallel-layout": _refused(_UNEVEN_STAGES),
-    "--account-for-embedding-in-pipeline-split": _refused(_UNEVEN_STAGES),
-    "--account-for-loss-in-pipeline-split": _refused(_UNEVEN_STAGES),
-    "--use-megatron-fsdp": _refused(_FSDP),
-    "--use-custom-fsdp": _refused(_FSDP),
-    "--use-torch-fsdp2": _refused(_FSDP),
-    "--multi-latent-attention": _refused(_LLAMA_ONLY),
-    "--heterogeneous-layers-config-path": _refused(_LLAMA_ONLY),
-    "--hybrid-override-pattern": _refused(_LLAMA_ONLY),
-    "--is-hybrid-model": _refused(_LLAMA_ONLY),
-    "--spec": _refused(_LLAMA_ONLY),
-    "--squared-relu": _refused("the MLP is SwiGLU"),
-    "--openai-gelu": _refused("the MLP is SwiGLU"),
-    "--quick-geglu": _refused("the MLP is SwiGLU"),
-    "--onnx-safe": _refused("the MLP is SwiGLU"),
-    "--add-bias-linear": _refused("linear layers have no bias; --add-qkv-bias gives query, key and value one"),
-    "--apply-layernorm-1p": _refused("the norms are RMSNorm"),
-    "--apply-residual-connection-post-layernorm": _refused(_LLAMA_ONLY),
-    "--window-size": _refused("sliding-window attention is not built here"),
-    "--add-position-embedding": _refused("positions are rotary embeddings"),
-    "--rotary-interleaved": _refused("the rotary embedding turns halves, as in Llama"),
-    "--mtp-num-layers": _refused("multi-token prediction is not built here"),
-    "--fp8-format": _refused(_LOW_PRECISION),
-    "--fp8-param-gather": _refused(_LOW_PRECISION),
-    "--fp4-format": _refused(_LOW_PRECISION),
-    "--use-precision-aware-optimizer": _refused("master weights and moments are fp32"),
-    "--grad-reduce-in-bf16": _refused("see --no-accumulate-allreduce-grads-in-fp32"),
-    "--fp32-residual-connection": _refused("the residual stream has the precision of the model"),
-    "--fp16-lm-cross-entropy": _refused("the loss is taken in fp32"),
-    "--loss-scale": _refused("--fp16 uses dynamic loss scaling"),
-    "--optimizer-cpu-offload": _refused("offloading the optimizer is not built here"),
-    "--sgd-momentum": _refused("the inner optimizer is AdamW"),
-    "--decoupled-lr": _refused("all parameters have one learning rate"),
-    "--decoupled-min-lr": _refused("all parameters have one learning rate"),
-    "--start-weight-decay": _refused("the weight decay is constant: use --weight-decay"),
-    "--end-weight-decay": _refused("the weight decay is constant: use --weight-decay"),
-    "--fim-data": _refused("fill-in-the-middle data is not built here"),
-    "--sft": _refused("fine-tuning on dialogues is not built here"),
-    "--use-checkpoint-args": _refused("the model is described by the flags given now"),
-    "--no-save-optim": _refused(_CHECKPOINT_PARTS),
-    "--no-save-rng": _refused(_CHECKPOINT_PARTS),
-    "--pretrained-checkpoint": _refused("convert it (tools/convert_checkpoint.py) and give --load DIR --finetune"),
-    "--skip-train": _refused("tools/evaluate.py evaluates a checkpoint"),
-    "--iterations-to-skip": _refused("skipping iterations would change the order of samples"),
-    "--recompute-modules": _refused("--recompute-granularity selective recomputes the attention"),
-    "--distribute-saved-activations": _refused("distributed recompute is not built here"),
-    "--hierarchical-context-parallel-sizes": _refused("context parallelism has one level here"),
-    "--cp-comm-type": _only("p2p", reason="context parallelism uses point-to-point communication"),
-    "--data-parallel-random-init": _refused("replicas must start from equal weights"),
-    "--standalone-embedding-stage": _refused(_UNEVEN_STAGES),
-    "--use-tp-pp-dp-mapping": _refused("a replica is a contiguous block of ranks; see docs/mesh.md"),
-    "--num-virtual-stages-per-pipeline-rank": _refused("give --num-layers-per-virtual-pipeline-stage"),
-    "--encoder-num-layers": _refused("give --num-layers"),
-    "--decoder-num-layers": _refused("give --num-layers"),
-    "--encoder-seq-length": _refused("give --seq-length"),
-    "--decoder-seq-length": _refused("give --seq-length"),
-    "--vocab-file": _refused("give --tokenizer-model"),
-    "--merge-file": _refused("give --tokenizer-model"),
-    "--yaml-cfg": _refused("give --config FILE.yaml"),
-    "--batch-size": _refused("give --micro-batch-size"),
-    "--warmup": _refused("give --lr-warmup-iters"),
-    "--model-parallel-size": _refused("give --tensor-model-parallel-size"),
-    "--checkpoint-activations": _refused("give --recompute-granularity full"),
-    "--init-method-xavier-uniform": _refused("weights are drawn from a normal distribution"),
-    "--embedding-init-method-std": _refused("all matrices share --init-method-std"),
-}
-
+MEGATRON_FLAGS: dict[str, MegatronFlag] = _table()
 # every other flag of mixture of experts begins so
 MOE_PREFIX = "--moe-"
+_MOE = replace(MEGATRON_FLAGS["--num-experts"], beside=("--num-experts",))
+
+
+def entry_of(flag: str) -> MegatronFlag | None:
+    """What becomes of `flag`; None for one that Megatron-LM does not have, or that is a setting or translated."""
+    return MEGATRON_FLAGS.get(flag) or (_MOE if flag.startswith(MOE_PREFIX) else None)
+
+
+# ---- what was given ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Verdict:
+    """What became of the flags that were given. `refused`: (flags as given, what the run does without them)."""
+
+    ignored: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    refused: list[tuple[list[str], str]] = field(default_factory=list)
+    refused_flags: set[str] = field(default_factory=set)
+
+
+def judge(groups: Sequence[FlagGroup], is_on: Callable[[str], bool]) -> Verdict:
+    """Looks at the flags of `groups` that `entry_of` knows. `is_on`: whether a setting's flag is in force.
+
+    Flags that are refused for one reason share one problem. Of a flag that is given twice the last one counts.
+    """
+    verdict = Verdict()
+    given = dict(groups)
+    known = [(flag, values, entry) for flag, values in given.items() if (entry := entry_of(flag)) is not None]
+    verdict.refused_flags = {flag for flag, values, entry in known if not entry.beside and not entry.accepts(values)}
+    leading = set(verdict.refused_flags)
+    by_reason: dict[tuple[str, str], tuple[list[str], str]] = {}
+    for flag, values, entry in known:
+        shown = " ".join([flag, *values])
+        alone = bool(entry.beside) and not any(leader in leading or is_on(leader) for leader in entry.beside)
+        if not alone and not entry.accepts(values):
+            verdict.refused_flags.add(flag)
+            only = f"; only {flag} {' or '.join(entry.allowed)} is accepted" if entry.allowed else ""
+            by_reason.setdefault((entry.reason, only), ([], entry.instead))[0].append(shown)
+        elif entry.takes_value is not None and entry.takes_value != bool(values):
+            expected = "needs a value" if entry.takes_value else "is a switch and takes no value"
+            verdict.problems.append(f"{flag} {expected}")
+        else:
+            verdict.ignored.append(shown)
+    for (reason, only), (flags, _) in by_reason.items():
+        verdict.problems.append(f"{', '.join(flags)} {'is' if len(flags) == 1 else 'are'} refused: {reason}{only}")
+    verdict.refused = list(by_reason.values())
+    return verdict
+
+
+def command_without(groups: Sequence[FlagGroup], verdict: Verdict, other_problems: int) -> list[str]:
+    """Lines that show the command without what was refused, to be copied, and what it does differently; [] if
+    nothing was refused."""
+    if not verdict.refused:
+        return []
+    words = [_as_words(flag, values) for flag, values in groups if flag not in verdict.refused_flags]
+    remain = f"; {other_problems} more above to mend" if other_problems else ""
+    return [
+        f"the same without the refused flags{remain}:",
+        *_wrapped(["pretrain_llama.py", *words]),
+        "what it does, where Megatron-LM would do as the flags say:",
+        *(f"    {instead} ({', '.join(flags)})" for flags, instead in verdict.refused),
+    ]
+
+
+def _as_words(flag: str, values: list[str]) -> str:
+    if len(values) == 1 and values[0].startswith("-"):
+        return shlex.quote(f"{flag}={values[0]}")
+    return shlex.join([flag, *values])
+
+
+def _wrapped(words: Sequence[str], width: int = 112) -> list[str]:
+    """Lines of a shell command, as wide as `width` where words allow."""
+    lines = [""]
+    for word in words:
+        if lines[-1] and len(lines[-1]) + len(word) >= width:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return [f"    {line}{' ' + chr(92) if line is not lines[-1] else ''}" for line in lines]
+
+
+# ---- other spellings -----------------------------------------------------------------------------------------------
+
+
+def _interpolation(text: str) -> dict[str, Any]:
+    factor = float(text)
+    return {} if factor == 1 else {"rope_scaling_type": "linear", "rope_scaling_factor": factor}
+
 
 # Megatron's spelling -> how many arguments, and what they set here
 TRANSLATED: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {  # raise ValueError
     "--use-rope-scaling": (0, lambda _: {"rope_scaling_type": "llama3"}),
+    "--rotary-seq-len-interpolation-factor": (1, _interpolation),
     "--recompute-activations": (0, lambda _: {"recompute_granularity": "selective"}),
+    "--activations-checkpoint-method": (1, lambda v: {"recompute_granularity": "full", "recompute_method": v}),
+    "--activations-checkpoint-num-layers": (1, lambda v: {"recompute_num_layers": int(v)}),
     "--override-opt_param-scheduler": (0, lambda _: {"override_opt_param_scheduler": True}),
     "--use-checkpoint-opt_param-scheduler": (0, lambda _: {"use_checkpoint_opt_param_scheduler": True}),
+    "--override-lr-scheduler": (0, lambda _: {"override_opt_param_scheduler": True}),
+    "--use-checkpoint-lr-scheduler": (0, lambda _: {"use_checkpoint_opt_param_scheduler": True}),
     "--data-args-path": (1, read_data_args),
     "--per-split-data-args-path": (1, read_per_split_data_args),
     "--distributed-timeout-minutes": (1, lambda v: {"distributed_timeout_seconds": int(v) * 60}),
-    "--rotary-seq-len-interpolation-factor": (
-        1,
-        lambda v: {"rope_scaling_type": "linear", "rope_scaling_factor": float(v)},
-    ),
+    "--persistent-save-interval": (1, lambda v: {"save_interval": int(v)}),
+    "--layernorm-epsilon": (1, lambda v: {"norm_epsilon": float(v)}),
+    "--batch-size": (1, lambda v: {"micro_batch_size": int(v)}),
+    "--model-parallel-size": (1, lambda v: {"tensor_model_parallel_size": int(v)}),
+    "--encoder-num-layers": (1, lambda v: {"num_layers": int(v)}),
+    "--encoder-seq-length": (1, lambda v: {"seq_length": int(v)}),
+    "--warmup": (1, lambda v: {"lr_warmup_fraction": float(v)}),
 }

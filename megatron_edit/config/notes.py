@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_edit.config.arithmetic import timetable_of
 from megatron_edit.config.check_run import NEED_MODEL_FILE
 from megatron_edit.config.derive import batch_schedule, schedule_lengths
 from megatron_edit.config.schema import Config
@@ -54,7 +55,7 @@ def _method_notes(config: Config) -> Iterator[str]:
             f"--edit-warmup-steps {edit.edit_warmup_steps} covers all {train_iters} iterations: the whole "
             "run is synchronous"
         )
-    elif edit.edit_sync_interval > local_steps > 0:
+    elif local_steps > 0 and (timetable := timetable_of(config)) and timetable.syncs_in(0, train_iters) == 0:
         yield (
             f"--edit-sync-interval {edit.edit_sync_interval} is longer than the {local_steps} iterations "
             "after the synchronous warm-up: no sync would happen before the end"

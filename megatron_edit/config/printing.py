@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from megatron_edit.config.schema import SECTIONS, Config
-from megatron_edit.config.settings import SETTINGS, Setting, value_of
+from megatron_edit.config.settings import SETTINGS, Setting, as_written, value_of
 
 USAGE = """\
 usage: torchrun --nproc-per-node N pretrain_llama.py [--config FILE.yaml] [--FLAG VALUE ...]
@@ -57,7 +57,10 @@ def print_config(config: Config) -> str:
             continue
         lines.append(f"{section}:")
         rows = [
-            (config.sources.get(s.name, "python"), f"{s.name}: {_as_yaml(value_of(config, s.name))}")
+            (
+                config.sources.get(s.name, "python"),
+                f"{s.name}: {_as_yaml(as_written(s.name, value_of(config, s.name)))}",
+            )
             for s in SETTINGS.values()
             if s.section == section
         ]

@@ -444,8 +444,12 @@ class Config:
 
 
 class ConfigError(ValueError):
-    """One or more settings that cannot work; `problems` holds one message each, in flag names and numbers."""
+    """One or more settings that cannot work; `problems` holds one message each, in flag names and numbers.
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    `advice`: lines to print after them.
+    """
+
+    def __init__(self, problems: Sequence[str], advice: Sequence[str] = ()) -> None:
         self.problems = list(problems)
+        self.advice = list(advice)
         super().__init__("\n".join(self.problems))

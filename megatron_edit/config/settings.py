@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
+from megatron_edit.config.paths import PATH_METAVARS, expand
 from megatron_edit.config.schema import SECTIONS, Config
 
 TYPE_NAMES: dict[type, str] = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
@@ -41,6 +42,11 @@ class Setting:
     def negative_flag(self) -> str | None:
         """`--no-NAME` for a switch, else None."""
         return "--no-" + self.name.replace("_", "-") if self.kind is bool else None
+
+    @property
+    def is_path(self) -> bool:
+        """Whether the value names files or folders, so that `~` and `$VAR` expand in it."""
+        return self.metavar in PATH_METAVARS or self.name.endswith("data_path")
 
     @property
     def placeholder(self) -> str:
@@ -118,6 +124,25 @@ def _number_problem(setting: Setting, value: float) -> str | None:
     if setting.below is not None and value >= setting.below:
         return f"must be below {setting.below:.10g}, not {value}"
     return None
+
+
+def completed(setting: Setting, value: Any, environment: Mapping[str, str]) -> Any:
+    """`value` of a flag or a YAML key as it is meant: paths expanded, --split without quotes and brackets around it
+    (as in Megatron-LM). Raises ValueError that says what is wrong with a path."""
+    if setting.name == "split" and isinstance(value, str):
+        return value.strip(" '\"[]()") or value
+    if not setting.is_path:
+        return value
+    if isinstance(value, list):
+        return [expand(word, environment) for word in value]
+    return expand(value, environment)
+
+
+def as_written(name: str, value: Any) -> Any:
+    """`value` of the setting `name` as it must stand in a file to be read back: the reverse of `completed`."""
+    if not SETTINGS[name].is_path or value is None:
+        return value
+    return [word.replace("$", "$$") for word in value] if isinstance(value, list) else value.replace("$", "$$")
 
 
 def flag_of(name: str) -> str:

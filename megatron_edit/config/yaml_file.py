@@ -1,19 +1,42 @@
-"""Reads a settings file: keys are the settings' names, flat or grouped by section. Collects all problems."""
+"""Reads a settings file: keys are the settings' names, flat or grouped by section. Collects all problems.
+
+A value without quotes means what the same text means after a flag. YAML 1.1 would read `0123` as 83, `1:30` as
+90, `007` as 7, `no` as false and 2024-01-31 as a date: here numbers are plain decimal numbers, anything else where a
+number belongs is refused, and text stays the text that is written.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron_edit.config.schema import SECTIONS
-from megatron_edit.config.settings import LARGEST_INTEGER, SETTINGS, Setting, value_problem
+from megatron_edit.config.settings import LARGEST_INTEGER, SETTINGS, Setting, completed, value_problem
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """A safe loader that refuses a key that stands twice in one mapping (YAML's default keeps the last)."""
+class _Plain(str):
+    """A scalar without quotes, as it stands in the file."""
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that leaves plain scalars as they are written, null apart, and refuses a key that stands twice in
+    one mapping (YAML's default keeps the last)."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  as in yaml.SafeLoader
+        letter: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("null", "merge")]
+        for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def _scalar(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+    text = str(loader.construct_scalar(node))
+    return text if node.style else _Plain(text)
 
 
 def _mapping_of_unique_keys(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -26,11 +49,15 @@ def _mapping_of_unique_keys(loader: yaml.SafeLoader, node: yaml.MappingNode) -> 
     return loader.construct_mapping(node)
 
 
-_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_of_unique_keys)
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_of_unique_keys)
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG, _scalar)
 
 
-def read_yaml(path: str) -> tuple[dict[str, Any], list[str], set[str]]:
-    """Values by setting name, problems (each names file and key), and the settings whose value is refused."""
+def read_yaml(path: str, environment: Mapping[str, str] = os.environ) -> tuple[dict[str, Any], list[str], set[str]]:
+    """Values by setting name, problems (each names file and key), and the settings whose value is refused.
+
+    `environment`: variables for `$VAR` in paths.
+    """
     values: dict[str, Any] = {}
     problems: list[str] = []
     refused: set[str] = set()
@@ -50,8 +77,7 @@ def read_yaml(path: str) -> tuple[dict[str, Any], list[str], set[str]]:
         elif key in values:
             problems.append(f"{where} stands twice")
         else:
-            value = _as_kind(setting, value)
-            fault = value_problem(setting, value) if value is not None else None
+            value, fault = _meant(setting, value, environment)
             if fault:
                 problems.append(f"{where} ({setting.flag}) {fault}")
                 continue
@@ -70,8 +96,8 @@ def _entries(path: str, problems: list[str]) -> list[tuple[str, Any, str | None]
         problems.append(f"--config {path} cannot be read: {reason}")
         return []
     try:
-        tree = yaml.load(text, _UniqueKeyLoader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2024-13-45 looks like a date and is none
+        tree = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError) as error:
         problems.append(f"--config {path} is not valid YAML: " + " ".join(str(error).split()))
         return []
     if tree is None:
@@ -92,23 +118,59 @@ def _entries(path: str, problems: list[str]) -> list[tuple[str, Any, str | None]
     return entries
 
 
+def _meant(setting: Setting, value: Any, environment: Mapping[str, str]) -> tuple[Any, str]:
+    """(value of the setting's kind, "") or (None, what is wrong). None for null: not given."""
+    if value is None:
+        return None, ""
+    value = _as_kind(setting, value)
+    if fault := value_problem(setting, value):
+        return None, fault + _hint(setting, value)
+    try:
+        return completed(setting, value, environment), ""
+    except ValueError as error:
+        return None, f"{value} {error}"
+
+
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_NUMBER = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
 def _as_kind(setting: Setting, value: Any) -> Any:
-    """YAML's reading brought to the setting's kind where nothing is lost; else as it is, for the check."""
-    if setting.kind is float:
-        if isinstance(value, str):  # YAML 1.1 reads 3e-4, which has no dot, as text
-            try:
-                return float(value)
-            except ValueError:
-                return value
-        if isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST_INTEGER:
-            return float(value)
+    """A plain scalar brought to the setting's kind where it can be; else as it is, for the check."""
     if setting.kind is list:
         items = value if isinstance(value, list) else [value]
-        if all(isinstance(v, (str, int, float)) and not isinstance(v, bool) for v in items):
-            return [str(v) for v in items]
-    return value
+        return [str(v) for v in items] if all(isinstance(v, str | int | float) for v in items) else value
+    if not isinstance(value, _Plain):
+        return value
+    if setting.kind is str:
+        return str(value)
+    if setting.kind is bool:
+        return _SWITCHES.get(value.lower(), value)
+    if setting.kind is float and value in (".inf", "-.inf", ".nan"):
+        return float(value.replace(".", ""))
+    if _INTEGER.fullmatch(value) and len(value) < 4000:  # Python reads no longer ones
+        number = int(value)
+        return number if setting.kind is int or abs(number) >= LARGEST_INTEGER else float(number)
+    return float(value) if setting.kind is float and _NUMBER.fullmatch(value) else value
+
+
+def _hint(setting: Setting, value: Any) -> str:
+    """How to write a number that YAML 1.1 reads in its own way, or that begins with 0; else nothing."""
+    if setting.kind not in (int, float) or not isinstance(value, _Plain):
+        return ""
+    try:
+        other = yaml.safe_load(value)
+    except (yaml.YAMLError, ValueError):
+        other = None
+    read = isinstance(other, int | float) and not isinstance(other, bool)
+    meant = [f"{other}"] if read else []
+    if value.isdecimal() and str(int(value)) not in meant:
+        meant.append(str(int(value)))
+    reading = f" (YAML 1.1 reads {other})" if read else ""
+    return f"{reading}: write {' or '.join(meant)}" if meant else ""
 
 
 def _nearest_key(key: str) -> list[str]:
     keys = [*SECTIONS, *SETTINGS]
-    return difflib.get_close_matches(key.replace("-", "_").lower(), keys, n=1)
+    return difflib.get_close_matches(key.replace("-", "_").lower(), keys, n=1, cutoff=0.8)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import megatron_edit.platform.base as platform
 from megatron_edit.checkpoint.errors import CheckpointError
+from megatron_edit.config.paths import PathParser
 from megatron_edit.config.schema import ConfigError
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.hugging_face import MAX_SHARD_BYTES, HuggingFaceWeights, Written, write_hugging_face
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Converts weights.", allow_abbrev=False)
+    parser = PathParser(description="Converts weights.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="DIRECTION")
 
     def command(name: str, convert: Callable[[argparse.Namespace], None], help: str) -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ from megatron_edit.checkpoint.torch_dist import TensorReader, write_whole_tensor
 from megatron_edit.checkpoint.training_state import MODEL, local_key, shared_key
 from megatron_edit.config.check_layout import check_model, check_pipeline
 from megatron_edit.config.schema import Config, ConfigError, ModelConfig
-from megatron_edit.config.settings import SETTINGS, value_problem, with_values
+from megatron_edit.config.settings import SETTINGS, as_written, value_problem, with_values
 from megatron_edit.convert.assets import ASSETS, copy_assets, tokenizer_settings
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.folder import check_output, new_folder
@@ -130,7 +130,7 @@ def layout_settings(weights: Weights, tensor: int, pipeline: int, layers_per_chu
     if layers_per_chunk is not None:
         settings["num_layers_per_virtual_pipeline_stage"] = layers_per_chunk
     config = with_values(Config(model=weights.model), settings, "flag")
-    problems = [*check_model(config), *check_pipeline(config, tensor * pipeline)]
+    problems = [*check_model(config, fixed=True), *check_pipeline(config, tensor * pipeline, fixed=True)]
     if problems:
         raise ConfigError(problems)
     return {name: value for name, value in settings.items() if value != SETTINGS[name].default}
@@ -188,5 +188,5 @@ def _settings_file(weights: Weights, others: dict[str, Any]) -> str:
     }
     return (
         "# Settings of the converted model, for `pretrain_llama.py --config`. seq_length is a proposal.\n"
-        + yaml.safe_dump({**model, **others}, sort_keys=False)
+        + yaml.safe_dump({n: as_written(n, v) for n, v in {**model, **others}.items()}, sort_keys=False)
     )

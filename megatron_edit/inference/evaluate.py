@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_edit.config.paths import PathParser
 from megatron_edit.config.schema import ConfigError
 from megatron_edit.data.indexed import Manifest
 from megatron_edit.inference.perplexity import corpus_tokens, perplexity, text_tokens
@@ -19,7 +20,7 @@ _MAIN_METRICS = ("acc", "acc_norm", "exact_match", "word_perplexity", "bits_per_
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Perplexity and lm-eval tasks of a checkpoint.", allow_abbrev=False)
+    parser = PathParser(description="Perplexity and lm-eval tasks of a checkpoint.", allow_abbrev=False)
     add_flags(parser)
     corpus = parser.add_argument_group("perplexity")
     corpus.add_argument("--data-path", metavar="PREFIX", help="a corpus; see --split")

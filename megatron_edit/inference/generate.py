@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_edit.config.paths import PathParser
 from megatron_edit.config.schema import ConfigError
 from megatron_edit.inference.sampling import Sampling
 from megatron_edit.inference.start import Started, add_flags, run
@@ -14,7 +15,7 @@ from megatron_edit.inference.start import Started, add_flags, run
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Text from a checkpoint or a Hugging Face folder.", allow_abbrev=False)
+    parser = PathParser(description="Text from a checkpoint or a Hugging Face folder.", allow_abbrev=False)
     add_flags(parser, parse_special_tokens=True)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="one prompt a line")

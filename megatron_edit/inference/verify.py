@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_edit.config.paths import PathParser
 from megatron_edit.config.schema import ConfigError
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.safetensors_file import read_header
@@ -26,7 +27,7 @@ _TEXT = "The anchor is the set of weights that all replicas held after their las
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code: 0 equal within --tolerance, 1 different, 2 nothing to compare."""
-    parser = argparse.ArgumentParser(
+    parser = PathParser(
         description="Logits of a checkpoint against those of transformers.", allow_abbrev=False
     )
     add_flags(parser)

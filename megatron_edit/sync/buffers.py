@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_edit.sync.timetable import Timetable
+
 
 class BufferPool:
     """fp32 buffers by size. `taken` and `given back` must match; what is allocated stays allocated."""
@@ -39,7 +41,7 @@ def most_at_once(
     *,
     ahead: int = 1,
     delay: int = 0,
-    interval: int = 1,
+    timetable: Timetable | None = None,
     with_moments: bool = False,
 ) -> list[list[int]]:
     """Sets of buffers that one sync after the other has out at the same time, as sizes; the pool must hold each.
@@ -47,7 +49,7 @@ def most_at_once(
     fragments    sizes of the modules of each fragment, in forward order
     placement    "step", "forward" or "round", see `methods.Method`
     ahead        modules under way beyond the one that is completed ("forward")
-    delay        steps between launch and update; fragment f of F is launched at step floor(f interval / F)
+    delay        steps between launch and update; needs the timetable, which says when each fragment is launched
     with_moments Adam's moments of a module travel with it: twice its size more
     """
 
@@ -56,10 +58,10 @@ def most_at_once(
 
     everything = [size for fragment in fragments for size in fragment]
     if delay:  # with each the masters when it was launched
-        starts = [f * interval // len(fragments) for f in range(len(fragments))]
-        sets = []
+        assert timetable is not None and timetable.num_fragments == len(fragments)
+        starts, sets = timetable.offsets, []
         for start in starts:
-            under_way = [f for f, other in enumerate(starts) if (start - other) % interval < delay]
+            under_way = [f for f, other in enumerate(starts) if (start - other) % timetable.interval < delay]
             sets.append([size for f in under_way for size in 2 * list(fragments[f])])
         return sets
     if placement == "round":  # the average of the last round is applied module by module as this round's sets out

@@ -667,7 +667,7 @@ class SyncEngine:
             config.edit_sync_placement or self.method.placement,
             ahead=config.edit_prefetch_depth,
             delay=config.edit_sync_delay,
-            interval=config.edit_sync_interval,
+            timetable=self.trigger.timetable if isinstance(self.trigger, StepTrigger) else None,
             with_moments=config.edit_inner_moments == "average",
         ):
             self.buffers.hold_at_once(sizes_at_once)

@@ -13,10 +13,11 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_edit.config.schema import EditConfig
 from megatron_edit.sync.methods import Method
+from megatron_edit.sync.timetable import Timetable, fragments_of
 
 
 class WarmupError(ValueError):
@@ -138,12 +139,7 @@ class Trigger(ABC):
 
 
 class StepTrigger(Trigger):
-    """A sync every `interval` steps of the replica; fragment f of F at an offset of its own inside the interval.
-
-    The interval is counted from the end of the warm-up (ours: the sources say "every tau steps" only). With local
-    steps s = 1, 2, ..., fragment f is due where s mod interval = floor(f interval / F): fragment 0 after interval,
-    2 interval, ..., the others spread evenly before it (Streaming DiLoCo, arXiv 2501.18512; the offsets are ours). With
-    more fragments than steps several share a step.
+    """Syncs by a `Timetable`, which begins where the warm-up ends.
 
     interval       tau, optimizer steps, at least 1
     num_fragments  F, at least 1
@@ -151,26 +147,23 @@ class StepTrigger(Trigger):
     """
 
     def __init__(self, interval: int, warmup_steps: int | None = 0, num_fragments: int = 1) -> None:
-        if interval < 1:
-            raise ValueError(f"sync interval must be at least 1 step, got {interval}; try 128")
-        if num_fragments < 1:
-            raise ValueError(f"the number of fragments must be at least 1, got {num_fragments}; try 1")
         super().__init__(warmup_steps)
-        self.interval, self.num_fragments = interval, num_fragments
+        self._from_zero = Timetable(interval, num_fragments)
+        self.num_fragments = num_fragments
+
+    @property
+    def timetable(self) -> Timetable:
+        """Of this run: from where the warm-up did end (also in a run that this one resumes), or is to end."""
+        assert self.warmup_steps is not None, "without local steps there is no timetable"
+        return replace(self._from_zero, warmup_end=self.warmup_steps if self.warmup_end is None else self.warmup_end)
 
     def due_after(self, step: int, asked: bool = False) -> tuple[int, ...]:
         """See Trigger."""
-        assert self.warmup_end is not None
-        at = (step - self.warmup_end) % self.interval
-        return tuple(f for f in range(self.num_fragments) if self._offset(f) == at)
+        return self.timetable.due_after(step)
 
     def count_of(self, fragment: int, step: int) -> int:
         """See Trigger."""
-        assert self.warmup_end is not None
-        return (step - self.warmup_end) // self.interval + int(self._offset(fragment) > 0)
-
-    def _offset(self, fragment: int) -> int:
-        return fragment * self.interval // self.num_fragments
+        return self.timetable.count_of(fragment, step)
 
 
 class TimeTrigger(Trigger):
@@ -216,7 +209,5 @@ def build_trigger(config: EditConfig, method: Method, num_modules: int) -> Trigg
     if method.trigger == "time":
         assert config.edit_sync_time is not None, "the config is not resolved"
         return TimeTrigger(config.edit_sync_time, warmup_steps)
-    interval, fragments = max(config.edit_sync_interval, 1), 1
-    if method.trigger == "staggered":
-        fragments = config.edit_num_fragments or min(num_modules, interval)
-    return StepTrigger(interval, warmup_steps, fragments)
+    interval = max(config.edit_sync_interval, 1)
+    return StepTrigger(interval, warmup_steps, fragments_of(method, config.edit_num_fragments, num_modules, interval))

@@ -133,6 +133,8 @@ def _say_on_one_rank(rank: int, error: Exception) -> None:
     prefix = "error" if rank == 0 else f"error on rank {rank}"
     for line in str(error).splitlines():
         print(f"{prefix}: {line}", file=sys.stderr, flush=True)
+    for line in getattr(error, "advice", ()):
+        print(line, file=sys.stderr, flush=True)
 
 
 def _follows_from_another_rank(error: BaseException) -> bool:

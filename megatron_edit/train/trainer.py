@@ -21,6 +21,7 @@ from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.model.sharding import local_parameter_count, parameter_count
 from megatron_edit.platform import Platform
 from megatron_edit.sync.event import Meeting
+from megatron_edit.sync.trigger import StepTrigger
 from megatron_edit.train.checked_data import CheckedData
 from megatron_edit.train.checkpointing import Position, RunCheckpoints
 from megatron_edit.train.data import RunData
@@ -98,11 +99,13 @@ class Trainer:
         """SlowMo divides by the inner learning rate of the step before a sync. Raises ConfigError where that is 0."""
         if self.engine.method.outer_step != "slowmo":
             return
-        edit, before = self.config.edit, self.consumed_samples
+        trigger, before = self.engine.trigger, self.consumed_samples
+        assert isinstance(trigger, StepTrigger)
+        timetable, ahead = trigger.timetable, trigger.steps - self.iteration
         for iteration in range(self.iteration + 1, self.train_iters + 1):
-            local = iteration - edit.edit_warmup_steps
-            due = local > 0 and (iteration == self.train_iters or local % edit.edit_sync_interval == 0)
-            if due and self._schedule.at_samples(before - self._schedule_samples) == 0:
+            at_end = iteration == self.train_iters and iteration + ahead > timetable.warmup_end
+            rate = self._schedule.at_samples(before - self._schedule_samples)
+            if rate == 0 and (at_end or timetable.due_after(iteration + ahead)):
                 raise ConfigError([
                     f"--edit-method slowmo divides by the learning rate, which is 0 at iteration {iteration}, before a "
                     f"sync: give --min-lr (or in its warm-up --lr-warmup-init) above 0, for example "

@@ -207,7 +207,7 @@ def test_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("hf-to-megatron", "--input", hf, "--output", out)
     assert "float23" in refused(capsys, tmp_path, *words, "--dtype", "float23")
     message = refused(capsys, tmp_path, *words, "--tensor-model-parallel-size", 3)
-    assert "--tensor-model-parallel-size 3" in message and "works is 2" in message
+    assert "--tensor-model-parallel-size 3" in message and "sizes would work: 1, 2" in message
     assert "--num-layers 4" in refused(capsys, tmp_path, *words, "--pipeline-model-parallel-size", 3)
     assert "not a folder" in refused(capsys, tmp_path, "megatron-to-hf", "--input", tmp_path / "no", "--output", out)
     message = refused(capsys, tmp_path, "megatron-to-hf", "--input", hf, "--output", out)

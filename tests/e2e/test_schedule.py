@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,19 @@ def test_exactly_the_planned_syncs(placement: str, tmp_path: Path) -> None:
 def test_a_last_sync_ends_a_run_that_ends_between_two() -> None:
     assert syncs(train(2, train_iters=6).stdout) == {1: 4, 2: 6}
     assert syncs(train(2, train_iters=3).stdout) == {1: 3}
+
+
+@pytest.mark.parametrize("settings", [
+    {"edit_num_fragments": 2, "train_iters": 9},
+    {"edit_sync_delay": 2, "train_iters": 6},
+    {"edit_num_fragments": 1, "edit_sync_delay": 1, "edit_mixing_alpha": 0.5, "train_iters": 4},
+    {"edit_method": "co2", "train_iters": 5},
+], ids=["streaming", "delayed", "mixed", "co2"])  # fmt: skip
+def test_as_many_syncs_as_the_arithmetic_says(settings: dict[str, Any]) -> None:
+    """The timetable's, of which a method with fragments has several an interval, and the one that ends the run."""
+    log = train(2, **{"edit_method": "streaming", **settings}).stdout
+    (planned,) = re.findall(r"(\d+) syncs planned, the last one at the end", log)
+    assert len(syncs(log)) == int(planned) > settings["train_iters"] // 4, log
 
 
 def test_runs_without_a_sync() -> None:

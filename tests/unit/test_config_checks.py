@@ -191,8 +191,55 @@ def test_b42_key_value_heads_and_tensor_parallel() -> None:
     assert problems_of(f"{flags} 1 --tensor-model-parallel-size 4") == []
     assert problems_of(f"{flags} 1 --tensor-model-parallel-size 2") == []
     (problem,) = problems_of(f"{flags} 3 --num-attention-heads 6 --hidden-size 60 --tensor-model-parallel-size 2")
-    assert "the largest tensor parallel size that works is 1" in problem
+    assert "(neither number divides the other); these tensor parallel sizes would work: 1, 3, 6" in problem
     assert problems_of(f"{flags} 2 --tensor-model-parallel-size 2") == []
+
+
+def test_tensor_parallel_sizes_that_are_offered_work() -> None:
+    """SmolLM2-135M: 9 query heads, 3 groups of 64, an MLP of 1536. Then many shapes: what is offered has no problem,
+    what is not has one, and a reason that is given is true."""
+    smol = "--num-attention-heads 9 --num-query-groups 3 --hidden-size 576 --ffn-hidden-size 1536 --mock-data"
+    (problem,) = problems_of(f"{smol} --tensor-model-parallel-size 2 --train-iters 9 --global-batch-size 8", 2)
+    assert problem == (
+        "--num-attention-heads 9 is not divisible by --tensor-model-parallel-size 2; these tensor parallel sizes would "
+        "work: 1, 3"  # 9 would share heads, and does not divide the MLP
+    )
+    for heads, groups, channels, ffn in [(9, 3, 64, 1536), (12, 2, 4, 36), (12, 4, 2, 24), (8, 8, 6, 7), (6, 2, 2, 12)]:
+        shape = f"--num-attention-heads {heads} --num-query-groups {groups} --kv-channels {channels} --mock-data"
+        flags = f"{shape} --ffn-hidden-size {ffn} --train-iters 9 --replica-batch-size 1 --edit-num-replicas 1"
+
+        def problems(tp: int, flags: str = flags) -> list[str]:
+            return problems_of(f"{flags} --tensor-model-parallel-size {tp}", tp)
+
+        works = [tp for tp in range(1, heads + 1) if not problems(tp)]
+        for tp in set(range(1, heads + 1)) - set(works):
+            text = "\n".join(problems(tp))
+            assert f"these tensor parallel sizes would work: {', '.join(map(str, works))}" in text
+            if "neither number divides the other" in text:
+                assert groups % tp and tp % groups
+            if f"--ffn-hidden-size {ffn} is not divisible" in text:
+                assert ffn % tp and "would work too" in text
+
+
+@pytest.mark.parametrize("fixed", ["--model-size llama2-7b", "--load /", "--ffn-hidden-size 11008 --num-layers 32"])
+def test_no_other_size_is_offered_where_the_model_is_given(fixed: str) -> None:
+    """Of a named model or of weights that are loaded; of flags alone one is."""
+    shape = f"{fixed} --num-attention-heads 35 --kv-channels 2 --num-query-groups 35 --max-position-embeddings 5000"
+    run = f"{shape} --mock-data --train-iters 9 --replica-batch-size 1 --edit-num-replicas 1"
+    ffn = "" if "ffn" in fixed else " --ffn-hidden-size 11008"
+    (problem,) = problems_of(f"{run}{ffn} --tensor-model-parallel-size 5", 5)
+    assert "--ffn-hidden-size 11008 is not divisible by --tensor-model-parallel-size 5" in problem
+    assert "these tensor parallel sizes would work: 1" in problem
+    assert ("11005 or 11010" in problem) is ("--num-layers" in fixed)
+    layers = "" if "layers" in fixed else " --num-layers 32"
+    (problem,) = problems_of(f"{run}{layers} --pipeline-model-parallel-size 5", 5)
+    assert "a pipeline size of 4 or 8" in problem and ("30 or 35 layers" in problem) is ("--num-layers" in fixed)
+
+
+def test_ranks_that_cannot_share_a_group() -> None:
+    flags = "--num-attention-heads 12 --num-query-groups 2 --kv-channels 4 --ffn-hidden-size 36 --mock-data"
+    (problem,) = problems_of(f"{flags} --train-iters 9 --global-batch-size 1 --tensor-model-parallel-size 12", 12)
+    assert "6 ranks would share the 8 rows of keys and values of a group" in problem and "neither" not in problem
 
 
 FINE = f"{BASE} --global-batch-size 8 --edit-num-replicas 2"
@@ -200,7 +247,7 @@ FINE = f"{BASE} --global-batch-size 8 --edit-num-replicas 2"
 PROBLEMS = """
 --num-attention-heads 6 --hidden-size 64 | --hidden-size 64 | 60 or 66
 --num-attention-heads 6 --hidden-size 60 --num-query-groups 4 | --num-query-groups 4 | 3 or 6
---num-attention-heads 1 --num-query-groups 1 --tensor-model-parallel-size 2 | heads 1 | works is 1
+--num-attention-heads 1 --num-query-groups 1 --tensor-model-parallel-size 2 | heads 1 | work: 1
 --ffn-hidden-size 129 --tensor-model-parallel-size 2 | --ffn-hidden-size 129 | 128 or 130
 --num-attention-heads 4 --hidden-size 20 | --kv-channels 5 | odd
 --sequence-parallel --tensor-model-parallel-size 2 --seq-length 33 | --seq-length | 32 or 34
@@ -364,7 +411,7 @@ def test_describe_shows_the_mesh_and_the_syncs() -> None:
     assert "ranks 0-7, 8-15" in text
     assert "32 = 2 stages x 16" in text
     assert f"{100 * 32} samples, {100 * 32 * 8192} tokens" in text
-    assert "8 syncs planned" in text  # iterations 25, 35, ..., 95
+    assert "9 syncs planned, the last one at the end" in text  # iterations 25, 35, ..., 95, and 100
     assert "8,030,261,248" in text
 
 

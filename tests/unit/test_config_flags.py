@@ -3,6 +3,7 @@ schema."""
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 
 from megatron_edit.config.derive import resolve
 from megatron_edit.config.flags import ALL_FLAGS, load_config
-from megatron_edit.config.megatron_flags import MEGATRON_FLAGS
+from megatron_edit.config.megatron_flags import MEGATRON_FLAGS, TRANSLATED, entry_of
 from megatron_edit.config.notes import notes
+from megatron_edit.config.paths import PathParser
 from megatron_edit.config.printing import help_text, print_config
 from megatron_edit.config.schema import SECTIONS, Config, ConfigError
 from megatron_edit.config.settings import SETTINGS, is_given, value_of, value_problem
@@ -183,22 +185,33 @@ def test_yaml_flat_grouped_and_mixed(tmp_path: Path) -> None:
             "key micro_batch_size (--micro-batch-size) must be an integer, not 'four'",
         ),
         ("micro_batch_size: '4'", "must be an integer, not '4'"),
-        ("micro_batch_size: 4.0", "must be an integer, not 4.0"),
-        ("micro_batch_size: true", "must be an integer, not True"),
+        ("micro_batch_size: 4.0", "must be an integer, not '4.0'"),
+        ("micro_batch_size: true", "must be an integer, not 'true'"),
         ("lr: fast", "key lr (--lr) must be a number, not 'fast'"),
-        ("lr: true", "must be a number, not True"),
+        ("lr: true", "must be a number, not 'true'"),
         ("lr: .nan", "must be a finite number"),
-        ("bf16: 1", "key bf16 (--bf16) must be true or false, not 1"),
-        ("split: 100", "key split (--split) must be text, not 100"),
+        ("bf16: 1", "key bf16 (--bf16) must be true or false, not '1'"),
+        ("split: [1, 2]", "key split (--split) must be text, not ['1', '2']"),
         ("data_path: {a: 1}", "must be a list of text"),
         ("model:\n  lr: 1", "key lr stands under model, but belongs to optimizer"),
-        ("model: 3", "section model must hold `key: value` lines, not 3"),
+        ("model: 3", "section model must hold `key: value` lines, not '3'"),
         ("lr: 1\nlr: 2", "key lr stands twice"),
         ("lr: 1\noptimizer:\n  lr: 2", "key lr stands twice"),
         ("dry_run: true", "key dry_run can only be given as the flag --dry-run"),
         ("- lr", "must hold `key: value` lines, not list"),
         ("lr: [", "is not valid YAML"),
-        ("save: 2024-13-45", "is not valid YAML: month must be in 1..12"),
+        ("seed: 0123", "must be an integer, not '0123' (YAML 1.1 reads 83): write 83 or 123"),
+        ("seed: 08", "must be an integer, not '08': write 8"),
+        ("train_iters: 1:30", "must be an integer, not '1:30' (YAML 1.1 reads 90): write 90"),
+        ("train_iters: 1_000", "must be an integer, not '1_000' (YAML 1.1 reads 1000): write 1000"),
+        ("seed: 0x1F", "must be an integer, not '0x1F' (YAML 1.1 reads 31): write 31"),
+        ("seed: yes", "must be an integer, not 'yes'"),
+        ("seed: 2024-01-31", "must be an integer, not '2024-01-31'"),
+        ("lr: 010", "must be a number, not '010' (YAML 1.1 reads 8): write 8 or 10"),
+        ("lr: 1:30.5", "must be a number, not '1:30.5' (YAML 1.1 reads 90.5): write 90.5"),
+        ("lr: .inf", "must be a finite number, not inf"),
+        ("bf16: y", "must be true or false, not 'y'"),
+        ("save: !!timestamp 2024-13-45", "is not valid YAML: month must be in 1..12"),
         ("lr: !!float fast", "is not valid YAML"),
         (f"lr: {10**400}", "must be below 2^63, not a number of 1329 bits"),
         (f"seed: {10**400}", "must be below 2^63, not a number of 1329 bits"),
@@ -209,6 +222,104 @@ def test_yaml_flat_grouped_and_mixed(tmp_path: Path) -> None:
 def test_yaml_refusals(tmp_path: Path, text: str, expected: str) -> None:
     (problem,) = problems_of(f"--config {write(tmp_path, text)}")
     assert expected in problem and "run.yaml" in problem
+
+
+def test_yaml_text_is_the_text_that_is_written(tmp_path: Path) -> None:
+    """Nothing is lost to YAML 1.1's numbers, dates and words; switches take its words."""
+    text = "data_path: [007, 1e-3, no, 1_0]\nsave: 2024-01-31\nsplit: 100\nwandb_project: on\nlog_sample_ids: 0x10\n"
+    config = load_config(["--config", write(tmp_path, text + "bf16: Yes\nload_optim: OFF\nload_rng: true\nload: ~\n")])
+    assert config.data.data_path == ["007", "1e-3", "no", "1_0"]
+    assert (config.checkpoint.save, config.data.split, config.logging.wandb_project) == ("2024-01-31", "100", "on")
+    assert config.data.log_sample_ids == "0x10" and config.checkpoint.load is None
+    assert config.training.bf16 and not config.checkpoint.load_optim and config.checkpoint.load_rng
+    text = "lr: +1.e-3\nmin_lr: .5e-4\nclip_grad: 0\nseed: +7\nadam_eps: 1E-8"
+    numbers = load_config(["--config", write(tmp_path, text)])
+    assert (numbers.optimizer.lr, numbers.optimizer.min_lr, numbers.optimizer.clip_grad) == (1e-3, 5e-5, 0.0)
+    assert (numbers.training.seed, numbers.optimizer.adam_eps) == (7, 1e-8)
+
+
+# ---- paths
+
+
+def test_which_settings_are_paths() -> None:
+    paths = {s.name for s in SETTINGS.values() if s.is_path}
+    words = ("path", "dir", "file", "folder")
+    assert {"save", "load", "config", "tensorboard_dir", "metrics_file", "tokenizer_model", "data_path"} <= paths
+    assert not [s.name for s in SETTINGS.values() if s.name.endswith(words) and s.kind in (str, list) and not s.is_path]
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("~/ck", "/home/me/ck"),
+        ("~", "/home/me"),
+        ("$SCRATCH/ck", "/scratch/ck"),
+        ("${SCRATCH}x/$SCRATCH", "/scratchx//scratch"),
+        ("./~/ck", "./~/ck"),
+        ("a~/$", "a~/$"),
+        ("cost$$/x", "cost$/x"),
+        ("50$-x", "50$-x"),
+    ],
+)
+def test_paths_expand_in_flags_and_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, meant: str
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    flags = load_config([f"--save={written}", "--data-path", "0.5", written, "0.5", "b", "--metrics-file", written])
+    assert (flags.checkpoint.save, flags.logging.metrics_file) == (meant, meant)
+    assert flags.data.data_path == ["0.5", meant, "0.5", "b"]
+    text = f"train_data_path: ['{written}', b]\ntensorboard_dir: '{written}'\n"
+    yaml = load_config(["--config", write(tmp_path, text)])
+    assert yaml.logging.tensorboard_dir == meant
+    assert yaml.data.train_data_path == [meant, "b"]
+    again = load_config(["--config", write(tmp_path, print_config(resolve(flags, 1, 1, "cpu")))])
+    assert again.checkpoint.save == meant and again.data.data_path == flags.data.data_path
+
+
+def test_paths_of_files_that_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DATA", "/data")
+    (tmp_path / "corpora.txt").write_text("0.5 $DATA/a 0.5 ~/b\n")
+    config = load_config(["--data-args-path", "~/corpora.txt"])
+    assert config.data.data_path == ["0.5", "/data/a", "0.5", f"{tmp_path}/b"]
+    (tmp_path / "run.yaml").write_text("valid_data_path: [news=~/b, x/y=~/b]")
+    assert load_config(["--config", "~/run.yaml"]).data.valid_data_path == [f"news={tmp_path}/b", "x/y=~/b"]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("$NO_SUCH_VARIABLE/ck", "holds $NO_SUCH_VARIABLE, but the environment variable NO_SUCH_VARIABLE is not set"),
+        ("${EMPTY}/ck", "holds $EMPTY, but the environment variable EMPTY is empty"),
+        ("~no-such-user/ck", "begins with ~no-such-user, but there is no such user"),
+    ],
+)
+def test_paths_that_cannot_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, expected: str) -> None:
+    monkeypatch.setenv("EMPTY", "")
+    (problem,) = problems_of(f"--save {path}")
+    assert problem.startswith(f"--save {path} {expected}")
+    (problem,) = problems_of(f"--data-path 0.5 a 0.5 {path}")
+    assert problem.startswith(f"--data-path 0.5 a 0.5 {path} {expected}")
+    (problem,) = problems_of(f"--config {write(tmp_path, f'load: {path}')}")
+    assert f"run.yaml: key load (--load) {path} {expected}" in problem
+    assert expected in problems_of(f"--config {path}")[0] and len(problems_of(f"--config {path}")) == 1
+    assert expected in problems_of(f"--data-args-path {path}")[0]
+
+
+def test_paths_of_the_tools(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = PathParser()
+    group = parser.add_argument_group("files")
+    group.add_argument("--input", nargs="+", metavar="PATH")
+    group.add_argument("--load", type=Path, default=Path("x"))
+    group.add_argument("--prompt", metavar="TEXT")
+    found = parser.parse_args(["--input=~/a", "--prompt", "~/b costs $NOTHING"])
+    assert (found.input, found.load, found.prompt) == (["/home/me/a"], Path("x"), "~/b costs $NOTHING")
+    assert parser.parse_args(["--load=$HOME/c"]).load == Path("/home/me/c")
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(["--load=$NO_SUCH_VARIABLE/c"])
+    assert end.value.code == 2 and "--load $NO_SUCH_VARIABLE/c holds" in capsys.readouterr().err
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
@@ -249,7 +360,6 @@ def test_flags_without_effect_are_one_note() -> None:
 CHANGES_THE_RESULT = """
 --decrease-batch-size-if-needed
 --num-experts 8
---moe-router-topk 2
 --fp8-format hybrid
 --add-bias-linear
 --decoder-first-pipeline-num-layers 3
@@ -271,16 +381,131 @@ def test_flags_that_would_change_the_result_are_refused_by_name(flags: str) -> N
     assert problem.startswith(f"{flags} is refused: ")
 
 
-def test_every_refused_flag_says_why() -> None:
+def test_every_refused_flag_says_why_and_what_happens_without_it() -> None:
     for flag, entry in MEGATRON_FLAGS.items():
         if flag == "--group-query-attention":
             continue  # has a test of its own
         if entry.allowed is None:
             assert problems_of(f"{flag} 1" if entry.takes_value else flag) == []
-        else:
-            assert len(entry.reason) > 8
-            assert all(problems_of(f"{flag} {value}") == [] for value in entry.allowed), flag
-            assert entry.reason in problems_of(f"{flag} something-else")[0]
+            continue
+        assert len(entry.reason) > 8 and len(entry.instead) > 8
+        assert all(problems_of(f"{flag} {value}") == [] for value in entry.allowed), flag
+        if entry.beside:
+            assert problems_of(f"{flag} something-else") == [], f"{flag}: without effect in Megatron-LM too"
+        leader = entry.beside[0] if entry.beside else "--seed 3"
+        leader += " sgd" if leader == "--optimizer" else "" if leader in ("--fp16", "--seed 3") else " 8"
+        assert any(entry.reason in problem for problem in problems_of(f"{leader} {flag} something-else")), flag
+
+
+def megatron_lm_flags() -> dict[str, dict[str, str]]:
+    """release -> flag -> its arguments: "" (a switch), "=" (one) or "+" (several)."""
+    releases: list[str] = []
+    found: dict[str, dict[str, str]] = {}
+    section: list[str] = []
+    for line in (Path(__file__).parent / "megatron_lm_flags.txt").read_text().splitlines():
+        if line.startswith("# releases: "):
+            releases = line.removeprefix("# releases: ").split()
+            found = {release: {} for release in releases}
+        elif line.startswith("["):
+            first, last = (releases.index(name) for name in line.strip("[]").split(".."))
+            section = releases[first : last + 1]
+        elif not line.startswith("#"):
+            for word in line.split():
+                flag, arguments = (word[:-1], word[-1]) if word[-1] in "=+" else (word, "")
+                for release in section:
+                    found[release]["--" + flag] = arguments
+    return found
+
+
+LISTS = megatron_lm_flags()
+
+
+@pytest.mark.parametrize("release", LISTS)
+def test_no_flag_of_megatron_lm_is_unknown_or_has_another_shape(release: str) -> None:
+    """Each is a setting, translated, accepted, or refused with a reason; a switch stays one, a value stays one."""
+    flags = LISTS[release]
+    assert len(flags) >= 60
+    unknown = [flag for flag in flags if flag not in ALL_FLAGS and entry_of(flag) is None]
+    assert unknown == []
+    own = {setting.flag: setting for setting in SETTINGS.values()}
+    for flag, arguments in flags.items():
+        if flag in own:
+            assert (own[flag].kind is bool) == (arguments == ""), flag
+            assert own[flag].kind is list or arguments != "+", flag
+        elif flag in TRANSLATED:
+            assert TRANSLATED[flag][0] == (arguments != ""), flag
+        elif (entry := entry_of(flag)) is not None and entry.takes_value is not None:
+            assert entry.takes_value == (arguments != ""), flag
+
+
+def test_the_lists_are_those_of_the_releases() -> None:
+    """Names that came, went and stayed, so that a list cut short does not pass."""
+    assert "--calculate-per-token-loss" in LISTS["0.16.1"] and "--calculate-per-token-loss" not in LISTS["2.6"]
+    assert "--no-query-key-layer-scaling" in LISTS["2.6"] and "--no-query-key-layer-scaling" not in LISTS["0.16.1"]
+    assert "--step-batch-size-schedule" in LISTS["0.18.2"] and "--step-batch-size-schedule" not in LISTS["0.17.1"]
+    counts = {release: len(LISTS[release]) for release in ("0.16.1", "0.17.1", "0.18.2", "0.19.0")}
+    assert counts == {"0.16.1": 680, "0.17.1": 735, "0.18.2": 785, "0.19.0": 845}
+
+
+def test_flags_refused_for_one_reason_are_one_problem() -> None:
+    fp8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather"
+    (problem,) = problems_of(f"{fp8} --bf16 --fp8-margin 0")
+    assert problem == (
+        "--fp8-format hybrid, --fp8-amax-history-len 1024, --fp8-amax-compute-algo max, --fp8-param-gather, "
+        "--fp8-margin 0 are refused: FP8 and FP4 are not built here: use --bf16"
+    )
+    experts, stages = problems_of("--moe-router-topk 2 --account-for-loss-in-pipeline-split --num-experts 8")
+    assert experts.startswith("--moe-router-topk 2, --num-experts 8 are refused: mixture of experts")
+    assert stages.startswith("--account-for-loss-in-pipeline-split is refused: unequal pipeline stages")
+
+
+def test_of_a_flag_of_megatron_lm_that_is_given_twice_the_last_counts() -> None:
+    assert load("--optimizer sgd --normalization RMSNorm --optimizer adam").ignored_flags == (
+        "--optimizer adam", "--normalization RMSNorm")  # fmt: skip
+    assert len(problems_of("--optimizer adam --optimizer sgd")) == 1
+
+
+def test_parts_of_what_is_not_turned_on_change_nothing() -> None:
+    parts = "--fp8-margin 0 --moe-router-topk 2 --muon-momentum 0.9 --optimizer adam --kv-lora-rank 512"
+    assert load(parts).ignored_flags == tuple("--" + part.strip() for part in parts.split("--")[1:])
+    assert "AdamW" in problems_of("--muon-momentum 0.9 --optimizer muon")[0]
+    assert problems_of("--initial-loss-scale 65536") == []
+    assert "--fp16 begins with a loss scale of 2^32" in problems_of("--initial-loss-scale 65536 --fp16")[0]
+    assert problems_of("--initial-loss-scale 4294967296 --fp16 --loss-scale-window 1000 --hysteresis 2") == []
+
+
+def test_a_refusal_ends_with_the_command_that_works() -> None:
+    argv = ["--lr", "1e-3", "--fp8-format", "hybrid", "--data-path", "0.5", "a b", "0.5", "c", "--fp8-margin=0",
+            "--bf16", "--spec", "x", "y", "--ckpt-step=-1", "--seed", "a"]  # fmt: skip
+    with pytest.raises(ConfigError) as error:
+        load_config(argv)
+    first, *command, differs, fp8, spec = error.value.advice
+    assert first == "the same without the refused flags; 2 more above to mend:"
+    assert command == ["    pretrain_llama.py --lr 1e-3 --data-path 0.5 'a b' 0.5 c --bf16 --ckpt-step=-1 --seed a"]
+    assert differs == "what it does, where Megatron-LM would do as the flags say:"
+    assert fp8 == "    matrices are multiplied in the precision of --bf16 (--fp8-format hybrid, --fp8-margin 0)"
+    assert spec == "    the model is a Llama (--spec x y)"
+    with pytest.raises(ConfigError) as error:
+        load_config(["--lr", "x"])
+    assert error.value.advice == []
+
+
+def test_the_command_of_a_refusal_is_one_for_the_shell() -> None:
+    """Lines that end in a backslash; read back, it gives the same settings without a problem."""
+    argv = [word for n in range(60) for word in ("--data-path", f"/data/corpus {n}'s")] + ["--num-experts", "8"]
+    with pytest.raises(ConfigError) as error:
+        load_config(argv)
+    command = error.value.advice[1:-2]
+    assert len(command) > 10 and max(map(len, command)) < 125
+    assert all(line.endswith(" \\") for line in command[:-1]) and not command[-1].endswith("\\")
+    program, *words = shlex.split("\n".join(command).replace("\\\n", ""))  # as a shell joins lines
+    assert program == "pretrain_llama.py" and words == argv[:-2]
+    assert load_config(words).data.data_path == ["/data/corpus 59's"]
+
+
+@pytest.mark.parametrize("flag", ["--tiktoken", "--use-tpu", "--micro-batch", "--xyzzy", "--tp", "--data", "--latent"])
+def test_no_suggestion_where_nothing_is_close(flag: str) -> None:
+    assert problems_of(f"{flag} 1") == [f"{flag} is not a flag of this program"]
 
 
 def test_accepted_flags_keep_their_shape() -> None:
@@ -296,6 +521,13 @@ def test_translated_flags() -> None:
     assert config.parallel.distributed_timeout_seconds == 180
     linear = load("--rotary-seq-len-interpolation-factor 4").model
     assert (linear.rope_scaling_type, linear.rope_scaling_factor) == ("linear", 4.0)
+    assert load("--rotary-seq-len-interpolation-factor 1 --use-rope-scaling").model.rope_scaling_type == "llama3"
+    old = "--layernorm-epsilon 1e-6 --batch-size 4 --model-parallel-size 2 --encoder-num-layers 8 --warmup 0.1"
+    config = load(f"{old} --activations-checkpoint-method uniform --activations-checkpoint-num-layers 2")
+    assert (config.model.norm_epsilon, config.training.micro_batch_size, config.model.num_layers) == (1e-6, 4, 8)
+    assert (config.parallel.tensor_model_parallel_size, config.optimizer.lr_warmup_fraction) == (2, 0.1)
+    assert (config.parallel.recompute_granularity, config.parallel.recompute_num_layers) == ("full", 2)
+    assert "must be one of uniform, block" in problems_of("--activations-checkpoint-method x")[0]
     assert "must be a number" in problems_of("--distributed-timeout-minutes x")[0]
     assert "at least 1" in problems_of("--distributed-timeout-minutes 0")[0]
 
