@@ -303,7 +303,10 @@ class DataConfig:
         [], "corpora: PREFIX, or PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...", metavar="X"
     )
     train_data_path: list[str] = setting([], "corpora of the training split alone", metavar="X")
-    valid_data_path: list[str] = setting([], "corpora of the validation split alone", metavar="X")
+    valid_data_path: list[str] = setting(
+        [], "corpora of the validation split alone; several sets, with a loss each: NAME=PREFIX NAME=PREFIX ..., a set "
+        "may be a blend too: NAME=WEIGHT PREFIX WEIGHT PREFIX", metavar="X",
+    )  # fmt: skip
     test_data_path: list[str] = setting([], "corpora of the test split alone", metavar="X")
     split: str = setting(
         "969,30,1", "shares of training, validation and test documents, in file order; with --data-path"

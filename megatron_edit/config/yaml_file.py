@@ -10,6 +10,7 @@ import yaml
 
 from megatron_edit.config.schema import SECTIONS
 from megatron_edit.config.settings import LARGEST_INTEGER, SETTINGS, Setting, value_problem
+from megatron_edit.config.values import words_of_named_sets
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -50,6 +51,12 @@ def read_yaml(path: str) -> tuple[dict[str, Any], list[str], set[str]]:
         elif key in values:
             problems.append(f"{where} stands twice")
         else:
+            if key == "valid_data_path" and isinstance(value, dict):
+                try:
+                    value = words_of_named_sets(value)
+                except ValueError as error:
+                    problems.append(f"{where} ({setting.flag}) {error}")
+                    continue
             value = _as_kind(setting, value)
             fault = value_problem(setting, value) if value is not None else None
             if fault:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.config.schema import Config, ConfigError
+from megatron_edit.data.blend import is_validation, set_name
 from megatron_edit.model.sharding import local_parameter_count, parameter_count
 from megatron_edit.platform import Platform
 from megatron_edit.sync.event import Meeting
@@ -183,7 +184,7 @@ class Trainer:
         self._output.show(self._metrics.poll())
         self._output.advance(self.iteration)
         if self.pace.crossed(self.config.evaluation.eval_interval) and not self._is_done:
-            self._evaluate("validation", self.data.evaluation_splits[:1])
+            self._evaluate(self.data.validation_splits)
         if self._checkpoints.due(self.pace, at_sync=self._known_at_sync) and not self._is_done:
             self._save()
         self._checkpoints.poll()
@@ -293,15 +294,16 @@ class Trainer:
 
     # ---- evaluation, saving, the end -------------------------------------------------------------------------------
 
-    def _evaluate(self, name: str, splits: list[str]) -> None:
+    def _evaluate(self, splits: list[str]) -> None:
         """Losses of the anchor on `splits`; nothing of it changes what training reads or draws."""
         for split in splits:
             with self._metrics.untimed():
                 result = evaluate(self.replica, self.data.evaluation(split))
             self._report_sync()
             self._flush_log()
-            shown = name if split == "valid" else "test"
-            self._output.show([EvaluationReport(self.iteration, shown, result.loss, result.tokens)])
+            shown = "validation" if is_validation(split) else "test"
+            report = EvaluationReport(self.iteration, shown, result.loss, result.tokens, set_name(split))
+            self._output.show([report])
 
     def _save(self, *, wait: bool = False) -> None:
         with self._metrics.untimed():
@@ -330,6 +332,6 @@ class Trainer:
         self._flush_log()
         self._checkpoints.save_final(self.iteration)
         if self.config.evaluation.eval_at_end:
-            self._evaluate("validation", self.data.evaluation_splits)
+            self._evaluate(self.data.evaluation_splits)
             if not self.data.evaluation_splits:
                 self._output.say("nothing was evaluated: no validation data, or --eval-iters 0")
