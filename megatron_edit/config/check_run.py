@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_edit.config.derive import batch_schedule, schedule_lengths
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import flag_of, is_given, value_of
-from megatron_edit.config.values import parse_blend, parse_split
+from megatron_edit.config.values import parse_blend, parse_named_sets, parse_split
 
 NEED_MODEL_FILE = (
     "SentencePieceTokenizer",
@@ -156,7 +156,9 @@ def check_data(config: Config) -> Iterator[str]:
         yield "no training data: give --data-path, or --train-data-path, or --mock-data"
     for name in given:
         try:
-            parse_blend(value_of(config, name))
+            words = value_of(config, name)
+            for blend in parse_named_sets(words).values() if name == "valid_data_path" else [words]:
+                parse_blend(blend)
         except ValueError as error:
             yield f"{flag_of(name)} {' '.join(value_of(config, name))} {error}"
     try:

@@ -260,6 +260,11 @@ class TrainingConfig:
     exit_interval: int | None = setting(None, "save and stop after an iteration that this divides", minimum=1)
     exit_duration_in_mins: float | None = setting(None, "save and stop after this many minutes", above=0)
     exit_signal_handler: bool = setting(True, "save and stop on SIGTERM, SIGINT or SIGUSR1 to any rank")
+    z_loss_coeff: float = setting(
+        0.0, "adds this times the mean over tokens of logsumexp(logits)^2 to the loss, which keeps logits small; the "
+        "logged lm loss stays without it; 1e-4 in the source; 0 = off", minimum=0,
+        source="PaLM, arXiv 2204.02311, section 5",
+    )  # fmt: skip
     seed: int = setting(1234, "seed of weights, sample order and dropout", minimum=0, below=2**32)
     bf16: bool = setting(False, "train in bfloat16 with fp32 master weights and fp32 gradients")
     fp16: bool = setting(False, "train in float16 with dynamic loss scaling and fp32 master weights (GPU)")
@@ -307,7 +312,10 @@ class DataConfig:
         [], "corpora: PREFIX, or PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...", metavar="X"
     )
     train_data_path: list[str] = setting([], "corpora of the training split alone", metavar="X")
-    valid_data_path: list[str] = setting([], "corpora of the validation split alone", metavar="X")
+    valid_data_path: list[str] = setting(
+        [], "corpora of the validation split alone; several sets, with a loss each: NAME=PREFIX NAME=PREFIX ..., a set "
+        "may be a blend too: NAME=WEIGHT PREFIX WEIGHT PREFIX", metavar="X",
+    )  # fmt: skip
     test_data_path: list[str] = setting([], "corpora of the test split alone", metavar="X")
     split: str = setting(
         "969,30,1", "shares of training, validation and test documents, in file order; with --data-path"

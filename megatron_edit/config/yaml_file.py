@@ -18,6 +18,7 @@ import yaml
 
 from megatron_edit.config.schema import SECTIONS
 from megatron_edit.config.settings import LARGEST_INTEGER, SETTINGS, Setting, completed, value_problem
+from megatron_edit.config.values import words_of_named_sets
 
 
 class _Plain(str):
@@ -77,6 +78,12 @@ def read_yaml(path: str, environment: Mapping[str, str] = os.environ) -> tuple[d
         elif key in values:
             problems.append(f"{where} stands twice")
         else:
+            if key == "valid_data_path" and isinstance(value, dict):
+                try:
+                    value = words_of_named_sets(value)
+                except ValueError as error:
+                    problems.append(f"{where} ({setting.flag}) {error}")
+                    continue
             value, fault = _meant(setting, value, environment)
             if fault:
                 problems.append(f"{where} ({setting.flag}) {fault}")

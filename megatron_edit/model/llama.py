@@ -113,7 +113,11 @@ def virtual_stages_of(model: ModelConfig, parallel: ParallelConfig) -> int | Non
 
 
 def build_model_chunks(
-    model: ModelConfig, config: TransformerConfig, vocab_size: int, pg_collection: ProcessGroupCollection
+    model: ModelConfig,
+    config: TransformerConfig,
+    vocab_size: int,
+    pg_collection: ProcessGroupCollection,
+    z_loss_coeff: float = 0.0,
 ) -> list[Llama]:
     """The chunks of this rank's pipeline stage in order: one, or several with the interleaved schedule.
 
@@ -123,11 +127,12 @@ def build_model_chunks(
     Args:
         vocab_size: ids of the tokenizer, without padding.
         pg_collection: groups of this rank; tp, cp, pp and embd are used.
+        z_loss_coeff: of the z-loss beside the token losses while training, see `vocabulary_parallel_cross_entropy`.
     """
     virtual_stages = config.virtual_pipeline_model_parallel_size
     chunks = []
     for virtual_stage in range(virtual_stages) if virtual_stages else [None]:
-        chunk = Llama(model, config, vocab_size, pg_collection, virtual_stage)
+        chunk = Llama(model, config, vocab_size, pg_collection, virtual_stage, z_loss_coeff)
         _mark_tensor_parallel(chunk)
         chunks.append(chunk)
     return chunks
@@ -144,6 +149,7 @@ class Llama(GPTModel):
         vocab_size: int,
         pg_collection: ProcessGroupCollection,
         vp_stage: int | None,
+        z_loss_coeff: float = 0.0,
     ) -> None:
         pp_group, virtual_stages = pg_collection.pp, config.virtual_pipeline_model_parallel_size
         num_layers = get_num_layers_to_build(config, vp_stage, pp_group.rank())
@@ -162,6 +168,7 @@ class Llama(GPTModel):
             vp_stage=vp_stage,
         )
         self.unpadded_vocab_size = vocab_size
+        self.z_loss_coeff = z_loss_coeff
         rotary = self.rotary_pos_emb
         rotary.inv_freq = rotary_inverse_frequencies(model).to(rotary.inv_freq.device)
 
@@ -176,8 +183,8 @@ class Llama(GPTModel):
         return hidden, angles[position_ids.t(), 0], *others  # [S, B, 1, D]
 
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """As GPTModel's: hidden states; on the last stage token losses [B, S], or without labels logits
-        [B, S, V / TP], those of padded ids -inf."""
+        """As GPTModel's: hidden states; on the last stage token losses (see `compute_language_model_loss`), or without
+        labels logits [B, S, V / TP], those of padded ids -inf."""
         output = super().forward(*args, labels=labels, **kwargs)
         if self.post_process and labels is None:
             columns = output.shape[-1]
@@ -187,9 +194,14 @@ class Llama(GPTModel):
         return output
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """labels [B, S], logits [S, B, V / TP] -> losses in nats, fp32 [B, S]."""
-        losses = vocabulary_parallel_cross_entropy(logits, labels.t(), self.unpadded_vocab_size, self.tp_group)
-        return losses.t().contiguous()
+        """labels [B, S], logits [S, B, V / TP] -> losses in nats, fp32 [B, S]; [2, B, S] with z-losses behind them, in
+        training and with a coefficient."""
+        losses, z_losses = vocabulary_parallel_cross_entropy(
+            logits, labels.t(), self.unpadded_vocab_size, self.tp_group, self.z_loss_coeff if self.training else 0.0
+        )
+        if z_losses is None:
+            return losses.t().contiguous()
+        return torch.stack((losses.t(), z_losses.t()))
 
 
 def _mark_tensor_parallel(chunk: nn.Module) -> None:

@@ -21,7 +21,8 @@ def forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tens
 
     A microbatch has `tokens` and `labels` (int64 [B, S]) and `loss_mask` ([B, S], 1 where the loss counts). With
     --reset-attention-mask it also has `document_ids`, with --reset-position-ids `reset_position_ids` (int64 [B, S]).
-    Returns this stage's output (on the last one, the token losses [B, S]) and the function that reduces it.
+    Returns this stage's output (on the last one, the token losses [B, S], or with a z-loss [2, B, S]) and the function
+    that reduces it.
     """
     batch = next(data_iterator)
     document_ids = batch.get("document_ids")
@@ -52,15 +53,20 @@ def loss_function(loss_mask: Tensor, token_losses: Tensor) -> tuple[Tensor, Tens
 
     Args:
         loss_mask: [B, S], 1 where the loss counts, else 0.
-        token_losses: [B, S], nats.
+        token_losses: [B, S], nats; or [2, B, S], these and the z-losses, which are added.
 
     Returns:
-        loss sum (0-dim, fp32, differentiable), tokens (0-dim, int32), {"lm loss": fp32 [loss sum, tokens]}.
+        loss sum (0-dim, fp32, differentiable), tokens (0-dim, int32), {"lm loss": fp32 [loss sum, tokens]}, the sum in
+        it without z-losses, whose own sum is then the third number.
     """
     mask = loss_mask.float()
-    loss_sum = torch.sum(token_losses.float() * mask)
     tokens = mask.sum()
-    return loss_sum, tokens.to(torch.int), {"lm loss": torch.stack((loss_sum.detach(), tokens))}
+    if token_losses.dim() == 2:
+        loss_sum = torch.sum(token_losses.float() * mask)
+        return loss_sum, tokens.to(torch.int), {"lm loss": torch.stack((loss_sum.detach(), tokens))}
+    sums = torch.sum(token_losses.float() * mask, dim=(1, 2))  # [2]
+    lm_sum, z_sum = sums.detach()
+    return sums.sum(), tokens.to(torch.int), {"lm loss": torch.stack((lm_sum, tokens, z_sum))}
 
 
 def valid_columns(columns: int, vocab_size: int, tp_rank: int) -> int:
@@ -69,9 +75,9 @@ def valid_columns(columns: int, vocab_size: int, tp_rank: int) -> int:
 
 
 def vocabulary_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
-) -> Tensor:
-    """Cross entropy of every token over the vocabulary of all tensor parallel ranks, in fp32.
+    logits: Tensor, labels: Tensor, vocab_size: int, tp_group: dist.ProcessGroup, z_loss_coeff: float = 0.0
+) -> tuple[Tensor, Tensor | None]:
+    """Cross entropy of every token over the vocabulary of all tensor parallel ranks, in fp32; and its z-loss.
 
     Padded ids have probability 0 and gradient 0. fp32 logits are overwritten: they are the largest tensor of
     a training step and nobody reads them after the loss.
@@ -80,18 +86,28 @@ def vocabulary_parallel_cross_entropy(
         logits: [S, B, V], this rank's columns.
         labels: int64 [S, B], ids in [0, vocab_size).
         vocab_size: ids without padding.
+        z_loss_coeff: c of the z-loss c (log Z)^2, Z = sum_v exp(z_v), of PaLM (arXiv 2204.02311, section 5; on a
+            router's logits in ST-MoE, arXiv 2202.08906). It needs no more than log Z [S, B], which the cross entropy
+            computes anyhow: the gradient of both is one pass over the softmax.
 
     Returns:
-        losses in nats, fp32 [S, B].
+        losses in nats, fp32 [S, B]; z-losses, fp32 [S, B], None where the coefficient is 0.
     """
-    return _VocabularyParallelCrossEntropy.apply(logits, labels, vocab_size, tp_group)
+    if not z_loss_coeff:
+        return _VocabularyParallelCrossEntropy.apply(logits, labels, vocab_size, tp_group, 0.0), None
+    return _VocabularyParallelCrossEntropy.apply(logits, labels, vocab_size, tp_group, z_loss_coeff)
 
 
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
-    """loss = log sum_v exp(z_v - m) + m - z_label, m the largest logit; dz = softmax - onehot(label)."""
+    """loss = log Z - z_label, log Z = log sum_v exp(z_v - m) + m, m the largest logit; dz = softmax - onehot(label).
+
+    z-loss = c (log Z)^2; dz = 2 c log Z softmax.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, tp_group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, tp_group: dist.ProcessGroup, z_loss_coeff: float
+    ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.dtype = logits.dtype
         columns = logits.shape[-1]
         scores = logits.detach().float()  # a view of fp32 logits, which become the softmax in place
@@ -112,14 +128,25 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         if tp_group.size() > 1:
             dist.all_reduce(sums, group=tp_group)
         softmax = exponentials.div_(sums[0].unsqueeze(-1))
-        ctx.save_for_backward(softmax, column, is_mine)
-        return sums[0].log() - sums[1]
+        losses = sums[0].log() - sums[1]
+        ctx.z_loss_coeff = z_loss_coeff
+        if not z_loss_coeff:
+            ctx.save_for_backward(softmax, column, is_mine)
+            return losses
+        log_z = sums[0].log() + largest  # [S, B]
+        ctx.save_for_backward(softmax, column, is_mine, log_z)
+        return losses, z_loss_coeff * log_z.square()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, column, is_mine = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
+        softmax, column, is_mine, *log_z = ctx.saved_tensors
         grad = softmax  # in place: it is needed no more
-        grad.scatter_add_(-1, column, -is_mine.to(grad.dtype).unsqueeze(-1))
-        grad.mul_(grad_outputs[0].unsqueeze(-1))
-        return grad.to(ctx.dtype), None, None, None
+        if log_z:
+            of_loss, of_z_loss = grad_outputs  # [S, B] each
+            grad.mul_((of_loss + 2 * ctx.z_loss_coeff * log_z[0] * of_z_loss).unsqueeze(-1))
+            grad.scatter_add_(-1, column, -(is_mine * of_loss).unsqueeze(-1))
+        else:
+            grad.scatter_add_(-1, column, -is_mine.to(grad.dtype).unsqueeze(-1))
+            grad.mul_(grad_outputs[0].unsqueeze(-1))
+        return grad.to(ctx.dtype), None, None, None, None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -31,11 +32,12 @@ from megatron_edit.sync.event import Meeting, Pending, SyncDecision, SyncEvent, 
 from megatron_edit.sync.inner_moments import InnerMoments
 from megatron_edit.sync.methods import get_method
 from megatron_edit.sync.modules import GradientReducer, ModuleShard, ReplicaDataParallel, collect_modules
-from megatron_edit.sync.notices import SyncWarnings
+from megatron_edit.sync.notices import IdleWatch, SyncWarnings
 from megatron_edit.sync.outer import OUTER_STEPS, OuterSettings
 from megatron_edit.sync.outer_state import build_outer_state
 from megatron_edit.sync.penalty import clip_coefficient
 from megatron_edit.sync.reducers import generator_of, sparsify_
+from megatron_edit.sync.tied import COPIES_DIFFER, TiedCopies
 from megatron_edit.sync.transport import SyncTransport
 from megatron_edit.sync.trigger import StepTrigger, build_trigger
 
@@ -71,6 +73,7 @@ class SyncEngine:
         self.chunks = chunks
         self.method = get_method(config.edit_method)
         self.modules = collect_modules(chunks, optimizer, mesh)
+        self.tied = TiedCopies(mesh, chunks, self.modules)
         self.trigger = build_trigger(config, self.method, len(module_keys))
         self.num_fragments = self.trigger.num_fragments if isinstance(self.trigger, StepTrigger) else 1
         for module in self.modules:
@@ -107,8 +110,10 @@ class SyncEngine:
         self._begun: tuple[SyncEvent | None, Meeting, list[ModuleShard]] | None = None
         self.inner_lr = 0.0  # of the last step
         self._finished: list[SyncEvent] = []  # complete; their times are read when the device has done the step
-        self._warnings = SyncWarnings([module.key for module in self.modules], mesh.num_replicas)
+        told_elsewhere = [self.tied.is_copy(module) and not mesh.is_first_stage for module in self.modules]
+        self._warnings = SyncWarnings([module.key for module in self.modules], mesh.num_replicas, told_elsewhere)
         self._warning_lines: list[str] = []
+        self._idle = IdleWatch()
         for module in self.modules:
             module.bucket_group.sync = self
         self._reducer.enabled = self.trigger.in_warmup and mesh.num_replicas > 1
@@ -131,6 +136,8 @@ class SyncEngine:
         """
         self.inner_lr = learning_rate
         self.updates += int(updated)
+        if self.trigger.in_warmup:
+            self._idle.after_synchronous_step(updated)
         steps = self.trigger.steps_since_sync + 1
         step = self.trigger.advance(asked)
         self._finish_events_of_other_stages()
@@ -149,7 +156,9 @@ class SyncEngine:
             return []
         due = trigger.due_after(trigger.steps + 1, asked)
         first = min(config.edit_prefetch_depth + 1, MOST_LEADING)
-        return [module for module in self.modules if module.fragment in due][:first]
+        modules = [module for module in self.modules if module.fragment in due][:first]
+        # A tied matrix waits for its copy on the other stage, where it is the last module to be updated.
+        return list(takewhile(lambda module: not self.tied.is_copy(module), modules))
 
     @torch.no_grad()
     def begin_sync(self, modules: list[ModuleShard], updated: bool = True, *, learning_rate: float = 0.0) -> None:
@@ -383,9 +392,8 @@ class SyncEngine:
         for fragment in due:
             self.updates_at_sync[fragment] = self.updates
         decision = self.last_decision = event.decision
-        self._warning_lines += self._warnings.after_sync(
-            decision.index, decision.verdict, decision.weights, decision.rolled_back
-        )
+        self._warning_lines += self._warnings.after_sync(decision)
+        self._idle.after_sync(decision)
         if in_rounds:
             self._next_round(event, modules)
         elif delayed:
@@ -420,15 +428,16 @@ class SyncEngine:
         kept: they are launched at once. `event`: the sync whose first modules were decided before.
         """
         decided_at = self.mesh.platform.record_event()
-        norms, buffers = self._measure(modules, keep)
+        norms, buffers, apart = self._measure(modules, keep)
         since = [float(self.updates - self.updates_at_sync[module.fragment]) for module in modules]
         total = float(iteration - self.steps_at_average)
-        mine = torch.cat([norms, torch.tensor([*since, total, float(steps)], dtype=torch.float64)])
+        mine = torch.cat([norms, torch.tensor([*since, apart, total, float(steps)], dtype=torch.float64)])
         if modules or not self.method.equal_steps:
-            gathered = self.transport.all_gather(mine)  # [R, 2 m + 2]
+            gathered = self.transport.all_gather(mine)  # [R, 2 m + 3]
         else:  # this stage has no part in it, and need not wait for the other replicas
             gathered = mine.expand(self.mesh.num_replicas, -1)
-        norms, updates = gathered[:, : len(modules)], gathered[:, len(modules) : -2].long()
+        self._warning_lines += self._warnings.anchors_apart(index, gathered[:, -3].tolist())
+        norms, updates = gathered[:, : len(modules)], gathered[:, len(modules) : -3].long()
         enough = at_end or int(gathered[:, -2].sum()) >= self.config.edit_min_total_steps
         meeting = Meeting(index, tuple(int(count) for count in gathered[:, -1]), averaged=enough)
         if not enough:
@@ -458,12 +467,16 @@ class SyncEngine:
             self.pending[m] = pending
         return event, meeting
 
-    def _measure(self, modules: list[ModuleShard], keep: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(norms [m] fp64 on the CPU, pseudo gradients of the first `keep` modules [numel] fp32 each)."""
-        squares, buffers = [], []
+    def _measure(self, modules: list[ModuleShard], keep: int) -> tuple[torch.Tensor, list[torch.Tensor], float]:
+        """(norms [m] fp64 on the CPU, pseudo gradients of the first `keep` modules [numel] fp32 each, how far the
+        anchors of a tied matrix were apart)."""
+        squares, buffers, differ, apart = [], [], False, 0.0
         for position, module in enumerate(modules):
             if position + 1 < len(modules):
                 self.outer_state.prefetch(modules[position + 1])
+            if self.tied.is_copy(module):
+                anchor = self.outer_state.anchor(module) if self.method.has_anchor else None
+                differ, apart = self.tied.compare(anchor, self.outer_state, self.buffers)
             buffer = self._pseudo_gradient(module)
             squares.append(module.counted_square_sum(buffer))
             if position < keep:
@@ -472,11 +485,16 @@ class SyncEngine:
                 self.buffers.give_back(buffer)
             self.outer_state.release(module)
         if not squares:
-            return torch.zeros(0, dtype=torch.float64), []
+            return torch.zeros(0, dtype=torch.float64), [], 0.0
         total = torch.stack(squares)  # [m]
         if self.mesh.norm_group.size() > 1:
             dist.all_reduce(total, group=self.mesh.norm_group)
-        return total.sqrt().cpu(), buffers
+        norms = total.sqrt().cpu()
+        for position, module in enumerate(modules):
+            if self.tied.is_copy(module):
+                larger = self.tied.larger(norms[position])  # on both stages, whatever is known here
+                norms[position] = COPIES_DIFFER if differ else larger
+        return norms, buffers, apart
 
     def _pseudo_gradient(self, module: ModuleShard) -> torch.Tensor:
         """Delta of this replica, [numel] fp32; of a method without an anchor the parameters themselves."""
@@ -677,7 +695,8 @@ class SyncEngine:
             return
         for m in (decision.rolled_back & decision.verdict.non_finite.any(dim=0)).nonzero().flatten().tolist():
             raise NonFiniteSyncError(
-                f"sync {decision.index}: {self.modules[m].key} is not finite in any replica that made a step, and "
+                f"sync {decision.index}: {self.modules[m].key} is not finite in any replica that made a step"
+                f"{' (or its two copies differ)' if self.tied.is_copy(self.modules[m]) else ''}, and "
                 f"--edit-method {self.method.name} keeps no anchor to go back to: resume from the last checkpoint"
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_edit.config.schema import Config, DataConfig
-from megatron_edit.data.blend import SplitSource, resolve_sources
+from megatron_edit.data.blend import SplitSource, resolve_sources, validation_splits
 from megatron_edit.data.check import DocumentEnds, check_data_files
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.open_files import open_files_notes, raise_open_files_limit
@@ -18,7 +18,7 @@ class CheckedData:
 
     tokenizer: Tokenizer
     sources: dict[str, SplitSource | None] | None
-    splits: tuple[str, ...]  # those that will be read: "train", "valid", "test"
+    splits: tuple[str, ...]  # those that will be read: "train", "valid" or "valid:NAME" of each set, "test"
     notes: list[str]
     vocab_size: int  # rows of the model: the tokenizer's ids, or --vocab-size where that is more
 
@@ -52,8 +52,9 @@ def check_data(config: Config) -> CheckedData:
         test_data_path=data.test_data_path,
     )
     wanted = ["train"]
-    if evaluates and (evaluation.eval_interval is not None or sources["valid"] is not None):
-        wanted.append("valid")
+    validation = validation_splits(sources)
+    if evaluates and (evaluation.eval_interval is not None or validation):
+        wanted += validation or ["valid"]
 
     def check(splits: list[str]) -> list[str]:
         return check_data_files(

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.schema import Config
+from megatron_edit.data.blend import is_validation
 from megatron_edit.data.datasets import SplitDatasets, build_mock_split, build_split
 from megatron_edit.data.loader import Microbatch, MicrobatchLoader, RankPlace, ReserveLoader, evaluation_batches
 from megatron_edit.data.open_files import OpenFiles
@@ -37,6 +38,11 @@ class RunData:
     def evaluation_splits(self) -> list[str]:
         """Splits to evaluate on."""
         return [name for name in self._splits if name != "train"]
+
+    @property
+    def validation_splits(self) -> list[str]:
+        """Those of them that are evaluated in the course of the training."""
+        return [name for name in self._splits if is_validation(name)]
 
     def loader(self, consumed_samples: int, batch: BatchSchedule) -> MicrobatchLoader:
         """This rank's training batches after `consumed_samples` of all replicas."""

@@ -38,6 +38,7 @@ class TrainReport:
     loss_scale: float | None = None  # fp16 only
     tokens_per_second: float | None = None  # per device
     tflops: float | None = None  # per device, TFLOP/s of the model's arithmetic
+    z_loss: float | None = None  # coefficient x mean of logsumexp(logits)^2, not in `lm_loss`; None: there is none
     replica_steps: tuple[int, ...] = ()  # of each replica since the report before, where they are not equal (a-edit)
 
 
@@ -69,6 +70,7 @@ class EvaluationReport:
     split: str  # "validation" or "test"
     lm_loss: float  # token-weighted mean over all replicas, nats per token
     tokens: int
+    set: str | None = None  # name, where there are several validation sets
 
 
 def training_line(report: TrainReport, now: datetime | None = None) -> str:
@@ -89,6 +91,8 @@ def training_line(report: TrainReport, now: datetime | None = None) -> str:
     ]
     if len(report.replica_losses) > 1:
         fields += [f"lm loss replica {r}: {loss:.6E}" for r, loss in enumerate(report.replica_losses)]
+    if report.z_loss is not None:
+        fields.append(f"z loss: {report.z_loss:.6E}")
     fields += [f"steps of replica {r}: {steps}" for r, steps in enumerate(report.replica_steps)]
     if report.loss_scale is not None:
         fields.append(f"loss scale: {report.loss_scale:.1f}")
@@ -122,8 +126,9 @@ def sync_line(report: SyncReport) -> str:
 def evaluation_line(report: EvaluationReport) -> str:
     """Megatron-LM's line of an evaluation; perplexity is that of at most 20 nats, as there."""
     perplexity = math.exp(min(report.lm_loss, 20.0))  # nan stays nan
+    which = "" if report.set is None else f" on {report.set}"
     return (
-        f" {report.split} loss at iteration {report.iteration} | lm loss value: {report.lm_loss:.6E} | "
+        f" {report.split} loss at iteration {report.iteration}{which} | lm loss value: {report.lm_loss:.6E} | "
         f"lm loss PPL: {perplexity:.6E} |"
     )
 

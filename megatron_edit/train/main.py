@@ -25,6 +25,7 @@ from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.data.errors import DataError
 from megatron_edit.model.transformer_engine import TransformerEngineError, check_transformer_engine
 from megatron_edit.platform import Platform, PlatformError, get_platform
+from megatron_edit.sync.notices import NothingStepsError
 from megatron_edit.train.checked_data import CheckedData, check_data
 from megatron_edit.train.writers import package_problems
 
@@ -88,7 +89,7 @@ def _train(config: Config, platform: Platform, checked: CheckedData, environment
     except USER_ERRORS as error:
         _say_on_one_rank(rank, error)
         code = 2
-    except SaveError as error:
+    except (SaveError, NothingStepsError) as error:
         _say_on_one_rank(rank, error)
         code = 1
     except BaseException as error:

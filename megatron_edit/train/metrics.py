@@ -138,20 +138,22 @@ class _Column(IntEnum):
 
     LOSS_SUM = 0  # nats, over the tokens that count; iterations with a non-finite loss left out
     TOKENS = 1  # those tokens
-    GRAD_NORM = 2  # of the last iteration, 0 when not finite
-    GRAD_NORM_IS_FINITE = 3
-    GRAD_NORM_MAX = 4  # over the iterations with a finite one; -inf without any
-    NAN_ITERATIONS = 5
-    SKIPPED_ITERATIONS = 6
-    ITERATIONS = 7
-    SECONDS = 8
-    SAMPLES = 9  # that the replica has read
+    Z_LOSS_SUM = 2  # over the same tokens
+    GRAD_NORM = 3  # of the last iteration, 0 when not finite
+    GRAD_NORM_IS_FINITE = 4
+    GRAD_NORM_MAX = 5  # over the iterations with a finite one; -inf without any
+    NAN_ITERATIONS = 6
+    SKIPPED_ITERATIONS = 7
+    ITERATIONS = 8
+    SECONDS = 9
+    SAMPLES = 10  # that the replica has read
 
 
 class MetricsReducer:
     """Adds up one rank's numbers and reduces them; see the module's text.
 
-    `group`: gloo, all ranks. `device`: where losses are. `train_iters`: total shown in the line. The clock of
+    `group`: gloo, all ranks. `device`: where losses are. `train_iters`: total shown in the line. `z_loss`: whether
+    the line has one. The clock of
     the first report starts now. All ranks call `emit` and `emit_sync` for the same iterations and syncs, in
     one order.
     """
@@ -164,6 +166,7 @@ class MetricsReducer:
         *,
         train_iters: int,
         throughput: Throughput | None = None,
+        z_loss: bool = False,
     ) -> None:
         assert not reporter.reports_replica or reporter.reports_loss
         self._group = group
@@ -171,12 +174,13 @@ class MetricsReducer:
         self._reporter = reporter
         self._train_iters = train_iters
         self._throughput = throughput
+        self._z_loss = z_loss
         self._in_flight: deque[_InFlight] = deque()
         self._clock = time.perf_counter()
         self._clear()
 
     def _clear(self) -> None:
-        self._loss_and_tokens = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._losses = torch.zeros(3, dtype=torch.float64, device=self._device)  # as the first columns
         self._last_norm = torch.zeros(2, dtype=torch.float64, device=self._device)  # value, whether finite
         self._norm_max = torch.full((), -math.inf, dtype=torch.float64, device=self._device)
         self._nan_iterations = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -193,6 +197,7 @@ class MetricsReducer:
         *,
         samples: int = 0,
         skipped: bool = False,
+        z_loss_sum: Tensor | float | None = None,
     ) -> None:
         """One iteration of this rank. Tensors (0-d, any dtype) may still be under way on the device; nothing waits.
 
@@ -201,7 +206,8 @@ class MetricsReducer:
         as nan, so that one broken replica does not hide the others' loss. `grad_norm`: of the replica, before
         clipping.
         `samples`: that the replica has read, for the throughput.
-        `skipped`: no update was made (fp16 overflow: a non-finite norm is then no nan iteration).
+        `skipped`: no update was made (fp16 overflow: a non-finite norm is then no nan iteration). `z_loss_sum`: summed
+        over the same tokens as `loss_sum`, and not in it.
         """
         self._iterations += 1
         self._samples += samples
@@ -211,7 +217,8 @@ class MetricsReducer:
             return
         loss = self._scalar(loss_sum)
         is_finite = torch.isfinite(loss)
-        self._loss_and_tokens += torch.where(is_finite, torch.stack([loss, self._scalar(num_tokens)]), 0.0)
+        sums = torch.stack([loss, self._scalar(num_tokens), self._scalar(0.0 if z_loss_sum is None else z_loss_sum)])
+        self._losses += torch.where(is_finite, sums, 0.0)
         if not self._reporter.reports_replica:
             return
         is_nan = ~is_finite
@@ -247,7 +254,7 @@ class MetricsReducer:
         reporter = self._reporter
         slots = torch.zeros(reporter.num_replicas, len(_Column), dtype=torch.float64)  # [R, columns]
         mine = slots[reporter.replica]
-        mine[: _Column.GRAD_NORM] = self._loss_and_tokens.cpu()  # zeros where the loss is not reported
+        mine[: _Column.GRAD_NORM] = self._losses.cpu()  # zeros where the loss is not reported
         if reporter.reports_replica:
             norms = torch.cat([self._last_norm, self._norm_max[None], self._nan_iterations[None]])
             mine[_Column.GRAD_NORM : _Column.SKIPPED_ITERATIONS] = norms.cpu()
@@ -272,6 +279,7 @@ class MetricsReducer:
             skipped_iterations=0,
             nan_iterations=0,
             loss_scale=loss_scale,
+            z_loss=math.nan if self._z_loss else None,
         )
         throughput = self._throughput
         self._clear()
@@ -354,6 +362,8 @@ def train_report(slots: Tensor, known: TrainReport, throughput: Throughput | Non
         nan_iterations=int(max(column(_Column.NAN_ITERATIONS))),
         replica_steps=tuple(int(n) for n in iterations) if unequal else (),
     )
+    if known.z_loss is not None:
+        report = replace(report, z_loss=_ratio(sum(column(_Column.Z_LOSS_SUM)), sum(column(_Column.TOKENS))))
     if known.grad_norm is not None:
         finite = sum(column(_Column.GRAD_NORM_IS_FINITE))
         report = replace(report, grad_norm=_ratio(sum(column(_Column.GRAD_NORM)), finite))

@@ -99,7 +99,9 @@ def build_replica(
         device_type=mesh.platform.device.type,
         deterministic_mode=config.training.deterministic_mode,
     )
-    models = build_model_chunks(config.model, megatron_config, vocab_size, mesh.process_groups)
+    models = build_model_chunks(
+        config.model, megatron_config, vocab_size, mesh.process_groups, config.training.z_loss_coeff
+    )
     initialize_weights(models, config.model, vocab_size, config.training.seed, mesh.process_groups.tp)
     reducer = GradientReducer(mesh)
     chunks = [

@@ -29,6 +29,7 @@ class StepOutcome:
     grad_norm: float | None  # of the replica's gradient, before clipping; None: not computed
     updated: bool  # False: no token counted, or a gradient that is not finite; the parameters are as before
     meeting: Meeting | None = None  # what the replicas learnt of each other, when a sync was due after the step
+    z_loss_sum: torch.Tensor | None = None  # as `loss_sum`, of the z-losses, which are not in it; None: there are none
 
 
 def _asks_nothing() -> bool:
@@ -71,8 +72,8 @@ class TrainStep:
         updated = grad_norm is not None and math.isfinite(grad_norm)
         self._step_optimizer(asked, updated, learning_rate)
         meeting = replica.engine.after_step(updated, learning_rate=learning_rate, asked=asked)
-        loss_sum, tokens = sum_losses(losses, replica.mesh.platform.device)
-        return StepOutcome(loss_sum, tokens, grad_norm, updated, meeting)
+        loss_sum, tokens, *z_loss_sum = sum_losses(losses, replica.mesh.platform.device)
+        return StepOutcome(loss_sum, tokens, grad_norm, updated, meeting, *z_loss_sum)
 
     @torch.no_grad()
     def _clipped_gradient(self, asks_for_sync: Callable[[], bool]) -> tuple[float | None, bool]:
@@ -180,10 +181,10 @@ def only_parameters(optimizer: MegatronOptimizer, chosen: Callable[[torch.Tensor
             group["params"] = parameters
 
 
-def sum_losses(losses: list[dict[str, torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss sum, tokens) of one pass over the microbatches; zeros where the loss is not computed."""
+def sum_losses(losses: list[dict[str, torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """(loss sum, tokens) of one pass over the microbatches, and the z-loss sum where there is one; zeros where the loss
+    is not computed."""
     if not losses:
         return torch.zeros((), device=device), torch.zeros((), device=device)
-    total = torch.stack([loss["lm loss"].detach().float() for loss in losses]).sum(dim=0)  # [2]
-    return total[0], total[1]
+    return torch.stack([loss["lm loss"].detach().float() for loss in losses]).sum(dim=0).unbind()
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_edit.config.check_batch_schedule import undivided_batches
 from megatron_edit.config.schema import Config, ConfigError
+from megatron_edit.data.blend import is_validation, set_name
 from megatron_edit.model.sharding import local_parameter_count, parameter_count
 from megatron_edit.platform import Platform
 from megatron_edit.sync.event import Meeting
@@ -93,6 +94,7 @@ class Trainer:
             throughput=throughput_of(config, self.vocab_size, self.mesh.layout.replica_size)
             if config.logging.log_throughput
             else None,
+            z_loss=config.training.z_loss_coeff > 0,
         )
 
     def _refuse_syncs_without_learning_rate(self) -> None:
@@ -188,7 +190,7 @@ class Trainer:
         self._output.show(self._metrics.poll())
         self._output.advance(self.iteration)
         if self.pace.crossed(self.config.evaluation.eval_interval) and not self._is_done:
-            self._evaluate("validation", self.data.evaluation_splits[:1])
+            self._evaluate(self.data.validation_splits)
         if self._checkpoints.due(self.pace, at_sync=self._known_at_sync) and not self._is_done:
             self._save()
         self._checkpoints.poll()
@@ -215,7 +217,12 @@ class Trainer:
         self.pace.step()
         self._sample_ids.write(self.pace.own_step, sample_ids)
         self._metrics.accumulate(
-            outcome.loss_sum, outcome.tokens, outcome.grad_norm, samples=len(sample_ids), skipped=not outcome.updated
+            outcome.loss_sum,
+            outcome.tokens,
+            outcome.grad_norm,
+            samples=len(sample_ids),
+            skipped=not outcome.updated,
+            z_loss_sum=outcome.z_loss_sum,
         )
         if outcome.meeting is not None and not self.engine.method.equal_steps:
             self._meet(outcome.meeting)
@@ -295,15 +302,16 @@ class Trainer:
 
     # ---- evaluation, saving, the end -------------------------------------------------------------------------------
 
-    def _evaluate(self, name: str, splits: list[str]) -> None:
+    def _evaluate(self, splits: list[str]) -> None:
         """Losses of the anchor on `splits`; nothing of it changes what training reads or draws."""
         for split in splits:
             with self._metrics.untimed():
                 result = evaluate(self.replica, self.data.evaluation(split))
             self._report_sync()
             self._flush_log()
-            shown = name if split == "valid" else "test"
-            self._output.show([EvaluationReport(self.iteration, shown, result.loss, result.tokens)])
+            shown = "validation" if is_validation(split) else "test"
+            report = EvaluationReport(self.iteration, shown, result.loss, result.tokens, set_name(split))
+            self._output.show([report])
 
     def _save(self, *, wait: bool = False) -> None:
         with self._metrics.untimed():
@@ -332,6 +340,6 @@ class Trainer:
         self._flush_log()
         self._checkpoints.save_final(self.iteration)
         if self.config.evaluation.eval_at_end:
-            self._evaluate("validation", self.data.evaluation_splits)
+            self._evaluate(self.data.evaluation_splits)
             if not self.data.evaluation_splits:
                 self._output.say("nothing was evaluated: no validation data, or --eval-iters 0")

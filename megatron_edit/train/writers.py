@@ -127,10 +127,11 @@ def scalars_of(report: AnyReport) -> dict[str, float]:
         shown = {k: v for k, v in asdict(report).items() if k not in ("iteration", "of", "num_replicas")}
         return {f"sync/{name.replace('_', '-')}": float(value) for name, value in shown.items()}
     if isinstance(report, EvaluationReport):
-        name = f"lm loss {report.split}"
+        name = f"lm loss {report.split}" + (f" {report.set}" if report.set is not None else "")
         return {name: report.lm_loss, f"{name} ppl": math.exp(min(report.lm_loss, 20.0))}
     scalars: dict[str, float | None] = {
         "lm loss": report.lm_loss,
+        "z loss": report.z_loss,
         "learning-rate": report.learning_rate,
         "batch-size": report.global_batch_size,
         "consumed-samples": report.consumed_samples,

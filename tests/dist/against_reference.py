@@ -192,6 +192,7 @@ def _edit_settings(run: Run) -> dict[str, Any]:
         "eps": optimizer.adam_eps,
         "weight_decay": optimizer.weight_decay,
         "clip_grad": optimizer.clip_grad,
+        "z_loss_coeff": run.config.training.z_loss_coeff,
         **{name: value for name, value in outer.items() if value is not None},
         "pseudo_grad_clip": edit.edit_pseudo_grad_clip,
         "anomaly_threshold": edit.edit_anomaly_threshold,

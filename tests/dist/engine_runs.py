@@ -95,6 +95,7 @@ class RankRecord:
     snapshots: dict[str, Parameters] = field(default_factory=dict)
     # At the end: hashes of what this rank holds, see `digests`.
     digests: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)  # lines for the user
     # At the end: whether the whole model's weights on this rank are the whole masters, cast to its dtype.
     model_is_cast_of_masters: bool = False
 
@@ -147,6 +148,7 @@ def train(replica: Replica, run: Run) -> RankRecord:
         _note_sync(replica, record, iteration)
     engine.drain()
     _note_sync(replica, record, iteration)
+    record.warnings = engine.take_warnings()
     keep("parameters", masters(replica))
     if engine.anchor:
         keep("anchor", engine.anchor)
@@ -259,7 +261,7 @@ def _model_is_cast_of_masters(replica: Replica) -> bool:
 
 
 def digests(replica: Replica) -> dict[str, str]:
-    """Hashes of this rank's shards (masters, model, anchor, outer momentum; the embedding's masters where it is), of
+    """Hashes of this rank's shards (masters, model, anchor, outer momentum; the embedding's where it is), of
     the weights that it computes with (weights), and of those among them that tensor parallelism does not cut
     (replicated)."""
     engine, named = replica.engine, {}
@@ -272,6 +274,9 @@ def digests(replica: Replica) -> dict[str, str]:
         "anchor": engine.anchor,
         "outer momentum": engine.outer_momentum,
         "embedding": [own[module.index] for module in engine.modules if module.key == "embedding"],
+        "anchor of the embedding": [
+            engine.anchor[module.index] for module in engine.modules if engine.anchor and module.key == "embedding"
+        ],
         "weights": list(named.values()),
         "replicated": [parameter for name, parameter in named.items() if partition_dim(name) is None],
     }

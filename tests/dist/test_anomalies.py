@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_edit.config.schema import Config
 from megatron_edit.model.names import module_key
+from megatron_edit.sync import notices
+from megatron_edit.testing.ranks import RankFailure
+from megatron_edit.testing.tiny import tiny_global_batch
 from tests.dist.against_reference import differences, run_reference
 from tests.dist.engine_runs import RankRecord, Run, run_engine
 from tests.dist.test_against_reference import LAYOUTS, make_run
@@ -70,6 +74,10 @@ def test_spoiled_replicas_are_left_out_as_in_the_reference(layout: str) -> None:
         assert (flagged, non_finite, left_out) == (long, nan, long | nan), f"sync {k}"
         everyone = {key for key in KEYS if all((i, key) in left_out for i in range(replicas))}
         assert rolled_back == everyone == {8: {"embedding"}, 9: {"layers.3"}}.get(k, set())
+    lines = [line for record in records if record.place.sync == record.place.tp == 0 for line in record.warnings]
+    named = [line for line in lines if "sync 5: replica 1 is far above its own past in" in line]
+    assert [key in "".join(named) for key in KEYS] == [key in ("layers.1", "head") for key in KEYS]
+    assert sum("sync 9: every replica left out (all not finite)" in line for line in lines) == 1
 
 
 def flags_of(records: list[RankRecord], sync: int) -> tuple[set[Any], set[Any], set[Any], set[str]]:
@@ -98,6 +106,22 @@ def test_a_rollback_leaves_anchor_and_momentum_and_a_non_finite_replica_forgets_
             zeroed = not value.any() and not after.snapshots["exp_avg_sq"][name].any()
             assert zeroed == (module_key(name) == "layers.3"), name
             assert after.snapshots["parameters"][name].isfinite().all()
+
+
+def nothing_counts(config: Config, iteration: int) -> dict[str, Tensor]:
+    batch = tiny_global_batch(config, iteration)
+    return batch | {"loss_mask": torch.zeros_like(batch["loss_mask"])}
+
+
+def soon(replica: Any) -> None:
+    notices.IDLE_ITERATIONS = 6
+
+
+@pytest.mark.parametrize("settings", [{"edit_sync_interval": 1}, {"edit_method": "baseline"}], ids=["edit", "baseline"])
+def test_a_run_in_which_no_replica_steps_ends_with_an_error(settings: dict[str, Any]) -> None:
+    run = make_run("R2", steps=12, **settings)
+    with pytest.raises(RankFailure, match=r"NothingStepsError: the weights have not changed in the last .* no\s+token"):
+        run_engine(Run(run.world_size, run.settings, run.steps, nothing_counts, fault=soon))
 
 
 def test_the_reference_sees_what_was_planned() -> None:

@@ -124,3 +124,17 @@ def test_a_replica_that_is_not_finite_is_left_out_and_comes_back() -> None:
     assert "left out 0 of 12" not in second and "rolled back 0" in second
     assert "left out 0 of 12" in first and "left out 0 of 12" in third
     assert float(lines[12]["lm loss"]) < float(lines[5]["lm loss"])
+
+
+def ends_soon(rank: int) -> None:
+    from megatron_edit.sync import notices
+
+    notices.IDLE_ITERATIONS = 20
+
+
+def test_a_run_whose_weights_never_change_does_not_end_as_if_it_had_trained() -> None:
+    result = start(2, train_iters=60, lr=1e38, in_rank=ends_soon)
+    assert result.exit_codes[0] == 1 and result.exit_codes[1] != 0, result
+    (line,) = result.ranks[0].stderr.splitlines()
+    assert line.startswith("error: the weights have not changed in the last 5 syncs, 20 iterations: every replica")
+    assert "sync 1: every replica left out (all not finite), rolled back to the anchor: all 6 modules" in result.stdout

@@ -113,9 +113,15 @@ class PlainLlama:
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """Sum of the token losses that count, 0-d."""
+        return self.loss_sums(batch)[0]
+
+    def loss_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sums over the tokens that count: of the losses, and of logsumexp(logits)^2 (0-d each)."""
         logits = self.logits(batch["tokens"])
         losses = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
-        return (losses * batch["loss_mask"].flatten()).sum()
+        squares = logits.exp().sum(-1).log().pow(2).flatten()
+        mask = batch["loss_mask"].flatten()
+        return (losses * mask).sum(), (squares * mask).sum()
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         mean_square = x.pow(2).mean(-1, keepdim=True)
@@ -165,6 +171,7 @@ class RunSettings:
     eps: float = 1e-8
     weight_decay: float = 0.1  # of matrices; vectors are not decayed
     clip_grad: float = 1.0  # 0 = off
+    z_loss_coeff: float = 0.0  # c of the loss + c logsumexp(logits)^2 of each token
     outer_lr: float = 0.7
     outer_momentum: float = 0.8
     pseudo_grad_clip: float = 10.0  # 0 = off
@@ -224,11 +231,12 @@ class Replica:
             eps=settings.eps,
         )
         self.steps_since_sync = 0
+        self.z_loss_coeff = settings.z_loss_coeff
 
     def gradient_sums(self, batch: Batch) -> tuple[float, float, Parameters]:
-        """Sum of the losses that count, how many, and the gradient of that sum."""
-        loss = self.model.loss_sum(batch)
-        gradients = torch.autograd.grad(loss, list(self.parameters.values()))
+        """Sum of the losses that count, how many, and the gradient of that sum with the z-losses."""
+        loss, squares = self.model.loss_sums(batch)
+        gradients = torch.autograd.grad(loss + self.z_loss_coeff * squares, list(self.parameters.values()))
         named = dict(zip(self.parameters, gradients, strict=True))
         return float(loss.detach()), float(batch["loss_mask"].sum()), named
 

@@ -20,7 +20,15 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, _bu
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
-from megatron_edit.data.blend import Blend, SplitSource, parse_blend, parse_split, resolve_sources
+from megatron_edit.data.blend import (
+    Blend,
+    SplitSource,
+    parse_blend,
+    parse_split,
+    resolve_sources,
+    set_name,
+    validation_splits,
+)
 from megatron_edit.data.check import DocumentEnds, check_data_files
 from megatron_edit.data.datasets import MockDataset, build_mock_split, build_split
 from megatron_edit.data.errors import DataError
@@ -175,6 +183,19 @@ def test_nonsense_blend_is_refused(fields: list[str], reason: str) -> None:
     """B34: list-like flags."""
     with pytest.raises(DataError, match=reason):
         parse_blend(fields)
+
+
+def test_named_validation_sets_are_splits_of_their_own() -> None:
+    sources = resolve_sources(train_data_path=["T"], valid_data_path=["wiki=A", "code=0.5", "B", "1.5", "C"])
+    assert validation_splits(sources) == ["valid:wiki", "valid:code"]
+    assert sources["valid"] is None and set_name("valid:wiki") == "wiki" and set_name("valid") is None
+    source = sources["valid:code"]
+    assert source is not None and source.flag == "--valid-data-path code=" and str(source.blend) == "0.25 B 0.75 C"
+    assert validation_splits(resolve_sources(train_data_path=["T"], valid_data_path=["A"])) == ["valid"]
+    assert validation_splits(resolve_sources(data_path=["T"], split="90,10")) == ["valid"]
+    assert validation_splits(resolve_sources(train_data_path=["T"])) == []
+    with pytest.raises(DataError, match="--valid-data-path wiki=A wiki=B has the name wiki twice"):
+        resolve_sources(train_data_path=["T"], valid_data_path=["wiki=A", "wiki=B"])
 
 
 def test_sources_of_splits() -> None:

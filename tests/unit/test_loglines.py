@@ -52,7 +52,7 @@ MEGATRON_SEARCHES = {
 }
 FULL = replace(
     REPORT, replica_losses=(5.0, 5.2), grad_norm_max=3.4, loss_scale=65536.0,
-    tokens_per_second=1234.56, tflops=98.76,
+    tokens_per_second=1234.56, tflops=98.76, z_loss=2.5e-3,
 )  # fmt: skip
 
 
@@ -67,6 +67,10 @@ def test_the_plain_line() -> None:
         "| elapsed time per iteration (ms): 12.3 | learning rate: 1.000000E-03 | global batch size: 8 "
         "| lm loss: 5.100000E+00 | grad norm: 1.200 | number of skipped iterations: 0 | number of nan iterations: 0 |"
     )
+
+
+def test_the_z_loss_stands_beside_the_lm_loss() -> None:
+    assert fields(training_line(FULL, NOW))["z loss"] == "2.500000E-03" and "z loss" not in training_line(REPORT, NOW)
 
 
 @pytest.mark.parametrize("report", [REPORT, FULL])
@@ -132,6 +136,11 @@ def test_evaluation_line() -> None:
     assert float(match[3]) == pytest.approx(math.exp(2), rel=1e-5)
     assert perplexity_of(1e9) == pytest.approx(math.exp(20), rel=1e-5)
     assert math.isnan(perplexity_of(math.nan))
+
+
+def test_evaluation_line_of_a_named_set() -> None:
+    report = EvaluationReport(iteration=20, split="validation", lm_loss=2.0, tokens=5, set="wiki")
+    assert evaluation_line(report).startswith(" validation loss at iteration 20 on wiki | lm loss value: 2.000000E+00 ")
 
 
 def perplexity_of(lm_loss: float) -> float:

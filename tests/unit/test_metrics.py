@@ -1,6 +1,7 @@
 """The arithmetic of the log's numbers, without processes."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,13 @@ def test_loss_is_weighted_by_tokens() -> None:
     report = report_of(slot(), slot(LOSS_SUM=100.0, TOKENS=90.0))
     assert report.lm_loss == pytest.approx(120 / 100)
     assert report.replica_losses == pytest.approx((2.0, 100 / 90))
+
+
+def test_z_loss_is_the_mean_over_the_same_tokens_where_there_is_one() -> None:
+    slots = torch.tensor([slot(Z_LOSS_SUM=3.0), slot(TOKENS=90.0, Z_LOSS_SUM=1.0)], dtype=torch.float64)
+    assert train_report(slots, KNOWN, None).z_loss is None
+    report = train_report(slots, replace(KNOWN, z_loss=math.nan), None)
+    assert report.z_loss == pytest.approx(4 / 100) and report.lm_loss == pytest.approx(40 / 100)
 
 
 def test_replica_without_a_token_has_no_loss_and_weighs_nothing() -> None:
@@ -109,12 +117,13 @@ class NoReading(TorchDispatchMode):
 def test_accumulating_reads_no_tensor() -> None:
     reporter = Reporter(0, 1, 0, 1, reports_loss=True, reports_stage=True)
     reducer = MetricsReducer(None, torch.device("cpu"), reporter, train_iters=1)  # type: ignore[arg-type]
+    with NoReading(), pytest.raises(AssertionError):
+        float(torch.tensor(1.0))
     with NoReading():
         reducer.accumulate(torch.tensor(2.0), torch.tensor(3), torch.tensor(1.0))
         reducer.accumulate(torch.tensor(math.nan), torch.tensor(3), 1.0)
-        with pytest.raises(AssertionError):
-            float(torch.tensor(1.0))
-    assert reducer._loss_and_tokens.tolist() == [2.0, 3.0]
+        reducer.accumulate(torch.tensor(1.0), torch.tensor(2), 1.0, z_loss_sum=torch.tensor(0.5))
+    assert reducer._losses.tolist() == [3.0, 5.0, 0.5]
 
 
 SYNC = SyncReport(

@@ -252,13 +252,49 @@ def test_cross_entropy(columns: int, dtype: torch.dtype):
     (expected_grad,) = torch.autograd.grad(expected, reference, weights.flatten().double())
 
     leaf = logits.clone().requires_grad_()
-    losses = vocabulary_parallel_cross_entropy(leaf * 1, labels, VOCABULARY, ONE_RANK)  # type: ignore[arg-type]
+    losses, none = vocabulary_parallel_cross_entropy(leaf * 1, labels, VOCABULARY, ONE_RANK)  # type: ignore[arg-type]
+    assert none is None
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses.double(), expected.view(7, 3), rtol=1e-5, atol=1e-5)
     (grad,) = torch.autograd.grad(losses, leaf, weights)
     tolerance = 1e-6 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(grad.double(), expected_grad, rtol=tolerance, atol=tolerance)
     assert grad[..., VOCABULARY:].eq(0).all()
+
+
+@pytest.mark.parametrize("columns", [VOCABULARY, 384])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_z_loss(columns: int, dtype: torch.dtype):
+    """c logsumexp^2 over the real ids beside the cross entropy, both with the gradient of plain PyTorch."""
+    coefficient = 0.03
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(7, 3, columns, generator=generator) + 5).to(dtype)
+    labels = torch.randint(VOCABULARY, (7, 3), generator=generator)
+    weights = torch.rand(2, 7, 3, generator=generator)  # of losses and of z-losses
+    reference = logits.double().requires_grad_()
+    valid = reference[..., :VOCABULARY]
+    cross_entropy = functional.cross_entropy(valid.flatten(0, 1), labels.flatten(), reduction="none").view(7, 3)
+    expected = torch.stack([cross_entropy, coefficient * torch.logsumexp(valid, -1) ** 2])
+    (expected_grad,) = torch.autograd.grad(expected, reference, weights.double())
+
+    leaf = logits.clone().requires_grad_()
+    found = vocabulary_parallel_cross_entropy(leaf * 1, labels, VOCABULARY, ONE_RANK, coefficient)  # type: ignore[arg-type]
+    torch.testing.assert_close(torch.stack(found).double(), expected, rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(torch.stack(found), leaf, weights)
+    tolerance = 1e-6 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=tolerance, atol=tolerance)
+    assert grad[..., VOCABULARY:].eq(0).all()
+
+
+def test_the_loss_with_z_losses_is_their_sum_and_the_reported_one_is_not():
+    losses = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[0.1, 0.2], [0.3, 0.4]]], requires_grad=True)
+    mask = torch.tensor([[1, 0], [1, 1]])
+    with _NoHostWait():
+        loss_sum, tokens, report = loss_function(mask, losses)
+    assert loss_sum.item() == pytest.approx(8.8) and tokens.item() == 3
+    assert report["lm loss"].tolist() == pytest.approx([8.0, 3.0, 0.8]) and not report["lm loss"].requires_grad
+    loss_sum.backward()
+    assert torch.equal(losses.grad, mask.float().expand(2, 2, 2))
 
 
 class _NoHostWait(TorchDispatchMode):

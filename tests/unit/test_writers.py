@@ -61,6 +61,13 @@ def test_record_is_plain_json() -> None:
     assert (record_of(SYNC)["kind"], record_of(EVALUATION)["kind"]) == ("sync", "eval")
 
 
+def test_a_named_validation_set_has_numbers_of_its_own() -> None:
+    wiki = replace(EVALUATION, set="wiki")
+    assert scalars_of(wiki).keys() == {"lm loss validation wiki", "lm loss validation wiki ppl"}
+    assert scalars_of(EVALUATION).keys() == {"lm loss validation", "lm loss validation ppl"}
+    assert record_of(wiki)["set"] == "wiki" and record_of(EVALUATION)["set"] is None
+
+
 def test_steps_stand_once_each_after_a_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_twice(LoggingConfig(), tmp_path)
     found = records(tmp_path / "metrics.jsonl")
