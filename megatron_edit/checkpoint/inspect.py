@@ -10,8 +10,15 @@ from typing import Any
 import torch
 
 from megatron_edit.checkpoint.errors import CheckpointError
-from megatron_edit.checkpoint.folders import FINAL, POINTER, Candidate, CheckpointFolder, complete_checkpoint
-from megatron_edit.checkpoint.manifest import MANIFEST, content_problem, read_manifest
+from megatron_edit.checkpoint.folders import (
+    FINAL,
+    POINTER,
+    Candidate,
+    CheckpointFolder,
+    complete_checkpoint,
+    is_checkpoint,
+)
+from megatron_edit.checkpoint.manifest import content_problem, read_manifest
 from megatron_edit.checkpoint.torch_dist import StoredTensor, read_whole_tensors, stored_tensors
 
 _BATCH_BYTES = 256 << 20  # of whole tensors read at once
@@ -20,7 +27,7 @@ _LAST_PARTS = ("param", "exp_avg", "exp_avg_sq", "anchor", "outer_momentum")
 
 def choose(directory: Path, step: int | None) -> Candidate:
     """The checkpoint that is meant: `directory` itself, iteration `step` in it, or the one its pointer names."""
-    if (directory / MANIFEST).exists():
+    if is_checkpoint(directory):
         return complete_checkpoint(directory)
     choice = next(CheckpointFolder(directory).to_load(step, False), None)
     if choice is None:

@@ -106,6 +106,8 @@ class RunCheckpoints:
         self._engine.drain()
         content = {**self._description(iteration), "scope": "weights"}
         saved = self._writer.save(self.state.checkpoint(content))
+        if saved.remark:
+            self._say(saved.remark)
         self._say(f"saved the final weights to {saved.folder}")
 
     def _write(self, writer: CheckpointWriter, position: Position, schedule: LearningRateSchedule) -> None:
@@ -139,6 +141,8 @@ class RunCheckpoints:
     def _report(self, saved: Saved | None) -> None:
         if saved is None:
             return
+        if saved.remark:
+            self._say(saved.remark)
         self._say(f"saved iteration {saved.iteration} to {saved.folder}")
         if saved.deleted:
             self._say(f"deleted the checkpoints of iterations {', '.join(map(str, saved.deleted))}")
@@ -190,7 +194,11 @@ class RunCheckpoints:
             if candidate is None and not same_folder(load, settings.save):
                 raise CheckpointError(f"--load {load}: there is no complete checkpoint in it")
             if candidate is None:
-                self._say(f"--load {load} is empty: first start")
+                self._say(f"--load {load} holds no checkpoint: first start")
+            elif same_folder(load, settings.save) and settings.load_fallback and settings.ckpt_step is None:
+                self._set_aside(candidate)
+        if self._writer is not None:
+            on_first_rank(self._writer.folder.clean_up, self._group)
         if candidate is None:
             if load is None and self._writer is not None:
                 self._warn_of_used_folder(self._writer)
@@ -252,9 +260,16 @@ class RunCheckpoints:
                 "on with that method, or start from the weights with --finetune"
             )
 
+    def _set_aside(self, candidate: Candidate) -> None:
+        """After a fallback: what is damaged is kept under another name, as the run will save those iterations anew."""
+        writer, iteration = self._writer, candidate.manifest.iteration
+        assert writer is not None
+        for name in on_first_rank(lambda: writer.folder.set_aside_after(iteration), self._group):
+            self._say(f"*** the damaged checkpoint is kept as {writer.folder.directory / name} ***")
+
     def _warn_of_used_folder(self, writer: CheckpointWriter) -> None:
         """A new run in the folder of another writes over it; --load would have gone on with that one."""
-        iterations = on_first_rank(writer.folder.complete_iterations, self._group)
+        iterations = on_first_rank(writer.folder.iterations, self._group)
         if iterations:
             save, iteration = self._settings.save, max(iterations)
             self._say(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from megatron_edit.parallel.mesh import Mesh
-from megatron_edit.train.writers import drop_lines
+from megatron_edit.train.writers import LineFile, drop_lines
 
 
 class SampleIdFile:
@@ -21,7 +21,7 @@ class SampleIdFile:
 
     def __init__(self, path: str | None, mesh: Mesh, steps: list[int]) -> None:
         self._replica = mesh.replica
-        self._file: Any = None
+        self._file: LineFile | None = None
         if path is None:
             return
         if mesh.rank == 0:
@@ -29,13 +29,13 @@ class SampleIdFile:
             drop_lines(Path(path), lambda entry: entry["iteration"] > _known(steps, entry["replica"]))
         dist.barrier(mesh.world_control_group)
         if mesh.is_replica_leader:
-            self._file = open(path, "a", buffering=1)  # noqa: SIM115  line by line: lines of replicas do not mix
+            self._file = LineFile(Path(path), partial(print, flush=True))  # lines of replicas do not mix
 
     def write(self, step: int, sample_ids: list[int]) -> None:
         """The samples of the step `step` of this replica, counted from 1 over the whole run."""
         if self._file is not None:
             entry = {"iteration": step, "replica": self._replica, "samples": sample_ids}
-            self._file.write(json.dumps(entry) + "\n")
+            self._file.write(json.dumps(entry))
 
 
 def _known(steps: list[int], replica: int) -> int:

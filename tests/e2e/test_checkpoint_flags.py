@@ -191,8 +191,22 @@ def test_damage_is_named_and_the_one_before_is_taken_when_allowed(damage: str, r
     assert files_below(run) - {".lock"} == before - {".lock"}
     result = start(2, "--load-fallback", **settings, exit_interval=11)
     assert named in result.stdout and "*** falling back to" in result.stdout, result
+    assert (run / "iter_0000010.damaged").exists() == (not damage.startswith("pointer"))
     expected = 10 if damage == "pointer is no number" else 8
     assert f"resumed iteration {expected} of 20" in result.stdout
+
+
+@pytest.mark.parametrize("words", [[], ["--load-fallback"]], ids=["alone", "with --load-fallback"])
+def test_damage_of_the_only_checkpoint_is_no_first_start(words: list[str], run: Path) -> None:
+    for iteration in (4, 8):
+        shutil.rmtree(run / f"iter_{iteration:07d}")
+    flip(run / "iter_0000010" / "__1_0.distcp")
+    (run / "iter_0000012.partial").mkdir()
+    before = files_below(run) | {".lock"}
+    settings = {**SMALL, "train_iters": 20, "load": str(run), "save": str(run), "keep_checkpoints": 1}
+    message = refused(start(2, *words, **settings))
+    assert "__1_0.distcp is damaged" in message and "this is not a first start" in message
+    assert files_below(run) == before
 
 
 def test_rank_0_decides(run: Path, tmp_path: Path) -> None:
