@@ -20,6 +20,7 @@ from megatron_edit.checkpoint.folders import (
 )
 from megatron_edit.checkpoint.manifest import content_problem, read_manifest
 from megatron_edit.checkpoint.torch_dist import StoredTensor, read_whole_tensors, stored_tensors
+from megatron_edit.config.save_size import human_bytes
 
 _BATCH_BYTES = 256 << 20  # of whole tensors read at once
 _LAST_PARTS = ("param", "exp_avg", "exp_avg_sq", "anchor", "outer_momentum")
@@ -181,15 +182,6 @@ def group_of(name: str) -> str:
         if part in _LAST_PARTS:
             return ".".join(parts[: index + 1])
     return "edit.detector" if name.startswith("edit.detector") else parts[0]
-
-
-def human_bytes(size: float) -> str:
-    """1234567 -> "1.2 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 def _batches(names: Sequence[str], stored: dict[str, StoredTensor]) -> Iterator[list[str]]:

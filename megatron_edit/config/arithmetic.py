@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron_edit.config.derive import BatchPlan
+from megatron_edit.config.save_size import save_line
 from megatron_edit.config.schema import Config, ModelConfig
+from megatron_edit.config.settings import is_given
 from megatron_edit.config.values import parse_split
 
 
@@ -30,8 +34,31 @@ def planned_syncs(config: Config) -> int:
     return max(0, config.training.train_iters - config.edit.edit_warmup_steps) // config.edit.edit_sync_interval
 
 
-def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> str:
-    """Lines on a resolved and checked `config`. `vocab_size`: the tokenizer's, when known."""
+@dataclass(frozen=True)
+class Done:
+    """What a run that is resumed has behind it. `beyond`: samples after its last whole iteration (a-edit)."""
+
+    iterations: int = 0
+    samples: int = 0
+    beyond: int = 0
+
+
+def length_line(config: Config, batch: int, done: Done) -> str:
+    """Iterations, samples and tokens of the whole run; those that are `done` may have had another batch."""
+    training = config.training
+    iterations = training.train_iters or 0
+    if is_given(config, "train_samples"):
+        left = max(0, (training.train_samples or 0) - done.samples)
+        iterations = done.iterations + (left + done.beyond) // batch
+    samples = done.samples + max(0, iterations - done.iterations) * batch - done.beyond
+    line = f"length: {iterations} iterations, {samples} samples, {samples * config.model.seq_length} tokens"
+    if done.samples:
+        line += f", of which {done.iterations} iterations and {done.samples} samples are done"
+    return line
+
+
+def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None, done: Done | None = None) -> str:
+    """Lines on a resolved and checked `config`. `vocab_size`: the tokenizer's, when known; `done`: of --load."""
     parallel, training, model = config.parallel, config.training, config.model
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
@@ -59,7 +86,7 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> 
         f"batch: global {batch} = {plan.num_replicas} replicas x {plan.shard_size} shards x "
         f"{plan.micro_batch_size} micro batch x {plan.num_microbatches} microbatches; replica batch "
         f"{plan.replica_batch_size}",
-        f"length: {iters} iterations, {iters * batch} samples, {iters * batch * model.seq_length} tokens",
+        length_line(config, batch, done or Done()),
     ]
     if config.edit.edit_method == "baseline":
         lines.append("sync: baseline, gradients are averaged over all replicas in every step")
@@ -78,5 +105,8 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> 
         shares = " / ".join(f"{share:.4g}" for share in parse_split(config.data.split))
         lines.append(f"split: training / validation / test = {shares}")
     if vocab_size is not None:
-        lines.append(f"parameters: {count_parameters(model, vocab_size):,} (vocabulary {vocab_size}, not padded)")
+        parameters = count_parameters(model, vocab_size)
+        lines.append(f"parameters: {parameters:,} (vocabulary {vocab_size}, not padded)")
+        if config.checkpoint.save is not None:
+            lines.append(save_line(config, parameters))
     return "\n".join(lines)

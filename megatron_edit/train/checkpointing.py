@@ -15,10 +15,11 @@ from megatron_edit.checkpoint.folders import Candidate, same_folder
 from megatron_edit.checkpoint.restore import describe_candidate, layout_description, restore, restore_weights
 from megatron_edit.checkpoint.training_state import TrainingState
 from megatron_edit.checkpoint.writer import CheckpointWriter, Saved
-from megatron_edit.config.schema import Config, OptimizerConfig
+from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import is_given
 from megatron_edit.train.pace import Pace
 from megatron_edit.train.replica import Replica
+from megatron_edit.train.resumed_rate import describe_change, first_sample, saved_schedule
 from megatron_edit.train.schedule import LearningRateSchedule
 
 
@@ -28,7 +29,7 @@ class Position:
 
     iteration: int = 0  # completed
     consumed_samples: int = 0
-    schedule_samples: int = 0  # consumed before the first step of the learning rate schedule
+    schedule_samples: int = 0  # consumed before the first step of the learning rate schedule, see `resumed_rate`
     # `SamplePool.state` and `Pace.state` of a run with unequal step counts, where the counts above do not say it all.
     reserves: dict[str, Any] | None = None
     at_sync: bool | None = None  # whether all replicas hold the same weights; None: the trigger's steps tell
@@ -227,19 +228,20 @@ class RunCheckpoints:
             )
             if not settings.load_rng:
                 remarks.append("--no-load-rng: generators (dropout) are as at the start of a run")
-            schedule = saved["schedule"]
+            schedule, consumed = saved["schedule"], saved["consumed_samples"]
+            use_checkpoint = self._settings.use_checkpoint_opt_param_scheduler
             position = Position(
                 candidate.manifest.iteration,
-                saved["consumed_samples"],
-                schedule["samples"],
+                consumed,
+                schedule["samples"] if use_checkpoint else first_sample(self._config, consumed, schedule),
                 reserves,
                 at_sync=resized or not any(max(each["updates_since_sync"]) for each in saved["replicas"]),
             )
             start = self._start(position, resumed=True)
-            remarks.append(self._schedule_remark(start.schedule, schedule))
+            remarks.append(self._schedule_remark(start.schedule, position, schedule))
             remarks += self._order_remarks(saved.get("order", {}))
-            if self._settings.use_checkpoint_opt_param_scheduler:
-                start = replace(start, schedule=_saved_schedule(schedule))
+            if use_checkpoint:
+                start = replace(start, schedule=saved_schedule(schedule))
             what = "resumed"
             self._saved_iteration = self._iteration_here(candidate)
         self._check_reserves(candidate, reserves)
@@ -310,24 +312,20 @@ class RunCheckpoints:
             optimizer = replace(optimizer, lr_decay_iters=None, lr_decay_samples=decay)
         return Start(position, train_iters, LearningRateSchedule(optimizer, train_iters, batch), resumed)
 
-    def _schedule_remark(self, flags: LearningRateSchedule, saved: dict[str, Any]) -> str:
+    def _schedule_remark(self, flags: LearningRateSchedule, position: Position, saved: dict[str, Any]) -> str:
         """Which source won, and what it changes."""
-        ours, theirs = asdict(flags.optimizer), saved["optimizer"]
-        names = [name for name in theirs if name.startswith(("lr", "min_lr"))]
-        if ours["lr_decay_style"] == theirs["lr_decay_style"] == "constant":
-            names = [name for name in names if "decay" not in name and name != "min_lr"]
-        changed = ", ".join(f"{name} {theirs[name]} -> {ours[name]}" for name in names if ours[name] != theirs[name])
+        changed = describe_change(
+            flags,
+            position.schedule_samples,
+            saved,
+            iteration=position.iteration,
+            consumed_samples=position.consumed_samples,
+        )
         if self._settings.use_checkpoint_opt_param_scheduler:
             lost = f"; not used of the flags: {changed}" if changed else ""
             return f"learning rate: the checkpoint's schedule (--use-checkpoint-opt_param-scheduler){lost}"
         how = " (--override-opt_param-scheduler)" if self._settings.override_opt_param_scheduler else ""
         return f"learning rate: the flags' schedule{how}; " + (changed or "the checkpoint's is the same")
-
-
-def _saved_schedule(saved: dict[str, Any]) -> LearningRateSchedule:
-    return LearningRateSchedule(
-        OptimizerConfig(**saved["optimizer"]), saved["train_iters"], saved["global_batch_size"]
-    )
 
 
 def _version(package: str) -> str:
