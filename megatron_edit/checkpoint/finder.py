@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from megatron_edit.checkpoint.collective import gather_lists, on_first_rank
 from megatron_edit.checkpoint.errors import CheckpointError
-from megatron_edit.checkpoint.folders import Candidate, CheckpointFolder, complete_checkpoint, is_checkpoint
+from megatron_edit.checkpoint.folders import FINAL, Candidate, CheckpointFolder, complete_checkpoint, is_checkpoint
 from megatron_edit.checkpoint.manifest import MANIFEST, content_problem, read_manifest
 
 _SHOWN = 8  # problems that are listed
+_WITHOUT_FINAL = "--load-fallback would take the checkpoint that the pointer names, without the last sync"
 
 
 def find_checkpoint(
@@ -23,16 +24,18 @@ def find_checkpoint(
     *,
     step: int | None = None,
     fallback: bool = False,
+    weights_only: bool = False,
     say: Callable[[str], None],
 ) -> Candidate | None:
     """The checkpoint to load from `directory`, a folder of checkpoints or one of them; None when there is none.
 
     Every file is read once, by one rank each, and its checksum compared. `step`: this iteration or none (--ckpt-step).
-    `fallback`: go back to the one before a damaged one, with a loud line (--load-fallback). Collective over `group`,
-    all ranks. Raises CheckpointError, the same on all ranks, also where something is there and nothing can be used.
+    `fallback`: go back to the one before a damaged one, with a loud line (--load-fallback). `weights_only`: `final/`
+    is taken, where no later checkpoint is. Collective over `group`, all ranks. Raises CheckpointError, the same on all
+    ranks, also where something is there and nothing can be used.
     """
     folder = CheckpointFolder(directory)
-    candidates = _candidates(folder, step, fallback)  # looked at by the first rank only
+    candidates = _candidates(folder, step, fallback, weights_only)  # looked at by the first rank only
     rejected = ""
     candidate: Candidate | None = None
     while True:
@@ -57,14 +60,28 @@ def _help(folder: CheckpointFolder, candidate: Candidate, group: dist.ProcessGro
     """What can be done when the files of `candidate` are damaged; `fallback`: and those before it, too."""
     if candidate.folder == folder.directory:
         return "put back a copy of what is damaged, or give another checkpoint"
+    if candidate.folder.name == FINAL and not fallback:
+        return _WITHOUT_FINAL
     iteration = candidate.manifest.iteration
     return on_first_rank(lambda: folder.what_would_help(iteration, fallback=fallback), group)
 
 
-def _candidates(folder: CheckpointFolder, step: int | None, fallback: bool) -> Iterator[tuple[Candidate, str]]:
+def _candidates(
+    folder: CheckpointFolder, step: int | None, fallback: bool, weights_only: bool
+) -> Iterator[tuple[Candidate, str]]:
     directory = folder.directory
     if not is_checkpoint(directory):
-        yield from folder.to_load(step, fallback)
+        problem = ""
+        if weights_only and step is None:
+            try:
+                if (final := folder.final_to_load()) is not None:
+                    yield final, ""
+            except CheckpointError as error:
+                if not fallback:
+                    raise CheckpointError(f"{error}; {_WITHOUT_FINAL}") from error
+                problem = str(error)
+        for candidate, remark in folder.to_load(step, fallback):
+            yield candidate, remark or problem
         return
     candidate = complete_checkpoint(directory)
     if step is not None and candidate.manifest.iteration != step:

@@ -88,6 +88,20 @@ class CheckpointFolder:
         except CheckpointError:
             return None
 
+    def final_to_load(self) -> Candidate | None:
+        """`final/`, where weights alone are wanted of a run: it has the last sync. None where a later checkpoint is.
+
+        Training from weights (--finetune), conversion, generation and evaluation all ask here. Raises CheckpointError
+        when it is damaged.
+        """
+        final = self.directory / FINAL
+        if not is_checkpoint(final):
+            return None
+        pointer = self.pointer()
+        if pointer is not None and pointer > read_manifest(final).iteration:
+            return None
+        return complete_checkpoint(final)
+
     def to_load(self, step: int | None, fallback: bool) -> Iterator[tuple[Candidate, str]]:
         """Checkpoints to try, best first, each with what is to be said about the choice ("" when nothing is).
 

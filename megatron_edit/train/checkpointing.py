@@ -190,7 +190,12 @@ class RunCheckpoints:
         candidate = None
         if load is not None:
             candidate = find_checkpoint(
-                load, self._group, step=settings.ckpt_step, fallback=settings.load_fallback, say=self._say
+                load,
+                self._group,
+                step=settings.ckpt_step,
+                fallback=settings.load_fallback,
+                weights_only=settings.finetune,
+                say=self._say,
             )
             if candidate is None and not same_folder(load, settings.save):
                 raise CheckpointError(f"--load {load}: there is no complete checkpoint in it")
