@@ -12,14 +12,15 @@ import torch.distributed as dist
 
 from megatron_edit.checkpoint.collective import gather_lists, on_first_rank
 
-_SECONDS = 3.0  # in which a file of another machine is seen on a network's file system
+_SECONDS = 30.0  # in which all of a network's file system is seen: NFS keeps "is not there" for so long
 
 
-def ranks_that_do_not_share(path: Path, group: dist.ProcessGroup) -> list[str]:
+def ranks_that_do_not_share(path: Path, group: dist.ProcessGroup, *, timeout_seconds: float) -> list[str]:
     """"rank 1 on node7" for each rank for which `path` is not where it is for rank 0. Collective over `group`.
 
     Looked at in the nearest folder of `path` that rank 0 has, so that `path` is not made; a relative one is each
-    rank's own. Where rank 0 can make no file nothing is known, and nobody is named.
+    rank's own. Where rank 0 can make no file nothing is known, and nobody is named. `timeout_seconds`: of collectives,
+    the longest wait for the file is less.
     """
 
     def make() -> Path | None:
@@ -39,7 +40,7 @@ def ranks_that_do_not_share(path: Path, group: dist.ProcessGroup) -> list[str]:
     if mark is None:
         return []
     try:
-        sees = dist.get_rank(group) == 0 or wait_until(mark.exists)
+        sees = dist.get_rank(group) == 0 or wait_until(mark.exists, min(_SECONDS, timeout_seconds / 2))
         mine = [] if sees else [f"rank {dist.get_rank(group)} on {socket.gethostname()}"]
         return gather_lists(mine, group)
     finally:
@@ -47,9 +48,9 @@ def ranks_that_do_not_share(path: Path, group: dist.ProcessGroup) -> list[str]:
             mark.unlink(missing_ok=True)
 
 
-def wait_until(is_so: Callable[[], bool]) -> bool:
+def wait_until(is_so: Callable[[], bool], seconds: float) -> bool:
     """Whether `is_so` becomes true in time; an OSError counts as false."""
-    deadline = time.monotonic() + _SECONDS
+    deadline = time.monotonic() + seconds
     while True:
         try:
             if is_so():

@@ -27,6 +27,7 @@ from megatron_edit.checkpoint.shared import wait_until
 from megatron_edit.checkpoint.torch_dist import write_tensors
 
 Say = Callable[[str], None]
+_SECONDS_TO_SEE = 5.0  # what other ranks have written
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,6 @@ def _look_at_files(folder: Path, manifest: Manifest) -> None:
 
     What another machine has written may take a moment to be seen; see `shared`.
     """
-    if not wait_until(lambda: not size_problems(folder, manifest)):
+    if not wait_until(lambda: not size_problems(folder, manifest), _SECONDS_TO_SEE):
         problems = size_problems(folder, manifest)
         raise SaveError(f"{problems[0]} on {socket.gethostname()}: is the folder one that all ranks share?")

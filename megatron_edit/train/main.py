@@ -133,10 +133,7 @@ def _say_on_one_rank(rank: int, error: Exception) -> None:
     if rank != 0:
         time.sleep(SECONDS_FOR_THE_CAUSE)
     prefix = "error" if rank == 0 else f"error on rank {rank}"
-    lines = str(error).splitlines()
-    if rank != 0:
-        lines.append("rank 0 has found nothing wrong: do all nodes see the same files, on a disk that they share?")
-    for line in lines:
+    for line in str(error).splitlines():
         print(f"{prefix}: {line}", file=sys.stderr, flush=True)
 
 

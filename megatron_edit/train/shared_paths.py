@@ -23,10 +23,10 @@ def check_shared_paths(config: Config, group: dist.ProcessGroup) -> list[str]:
 
     Raises ConfigError, the same on all ranks, where several ranks write to what they do not share.
     """
-    problems, remarks = [], []
+    problems, remarks, timeout = [], [], config.parallel.distributed_timeout_seconds
     for name in (*_WRITTEN_BY_SEVERAL, *_WRITTEN_BY_RANK_0):
         path = value_of(config, name)
-        ranks = ranks_that_do_not_share(Path(path), group) if path is not None else []
+        ranks = ranks_that_do_not_share(Path(path), group, timeout_seconds=timeout) if path is not None else []
         if not ranks:
             continue
         who = ", ".join(ranks[:_SHOWN]) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_edit.checkpoint import shared
+from megatron_edit.checkpoint import shared, writer
 from megatron_edit.checkpoint.errors import CheckpointError, SaveError
 from megatron_edit.checkpoint.finder import find_checkpoint
 from megatron_edit.checkpoint.folders import POINTER
@@ -28,6 +28,7 @@ from megatron_edit.train.shared_paths import check_shared_paths
 def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks are forked from here."""
     monkeypatch.setattr(shared, "_SECONDS", 0.1)
+    monkeypatch.setattr(writer, "_SECONDS_TO_SEE", 0.1)
 
 
 def own_folder(tmp_path: Path, rank: int) -> Path:
@@ -52,7 +53,7 @@ def test_what_is_shared_is_seen_and_nothing_is_left_behind(tmp_path: Path) -> No
         assert group is not None
         paths = [tmp_path / "run", tmp_path / "a" / "b" / "run", tmp_path / "file", Path("run"), Path("a/ids.jsonl"),
                  Path("../run"), Path("/dev/null"), Path("/proc/run")]  # fmt: skip
-        return {str(path): ranks_that_do_not_share(path, group) for path in paths}
+        return {str(path): ranks_that_do_not_share(path, group, timeout_seconds=60) for path in paths}
 
     one, other = run_ranks(run, 2)
     assert one == other
@@ -91,15 +92,15 @@ def test_the_pointer_does_not_move_to_what_rank_0_does_not_see(tmp_path: Path) -
             for number in range(world_size):
                 (tmp_path / f"disk{number}" / "run").symlink_to(tmp_path / "shared")
         dist.barrier()
-        writer = CheckpointWriter("run", group, say=print)
-        writer.save(checkpoint(rank, 2))
+        saves = CheckpointWriter("run", group, say=print)
+        saves.save(checkpoint(rank, 2))
         dist.barrier()
         if rank == 1:
             Path("run").unlink()
         with pytest.raises(SaveError) as caught:
-            writer.save(checkpoint(rank, 4))
+            saves.save(checkpoint(rank, 4))
         with pytest.raises(SaveError):
-            writer.save(Checkpoint({"iteration": 4, "scope": "weights"}, checkpoint(rank, 4).tensors, {}))
+            saves.save(Checkpoint({"iteration": 4, "scope": "weights"}, checkpoint(rank, 4).tensors, {}))
         return str(caught.value)
 
     messages = run_ranks(run, 2)

@@ -242,6 +242,9 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
 
 def test_ranks_with_a_folder_each_are_refused_before_training(tmp_path: Path) -> None:
     def in_rank(rank: int) -> None:
+        from megatron_edit.checkpoint import shared
+
+        shared._SECONDS = 0.1
         (tmp_path / str(rank)).mkdir()
         os.chdir(tmp_path / str(rank))
 

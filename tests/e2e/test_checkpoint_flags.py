@@ -255,6 +255,35 @@ def test_damage_of_the_only_checkpoint_is_no_first_start(words: list[str], run: 
     assert files_below(run) == before
 
 
+@pytest.mark.parametrize("part", ["folder", "shard"])
+def test_what_cannot_be_read_is_no_first_start(part: str, run: Path) -> None:
+    """An I/O error on one rank, simulated: of the folder's list on rank 0, of a shard's content on rank 1."""
+
+    def in_rank(rank: int) -> None:
+        from megatron_edit.checkpoint import manifest
+
+        iterdir = Path.iterdir
+
+        def failing_list(self: Path) -> Any:
+            if self == run:
+                raise OSError(5, "Input/output error", str(self))
+            return iterdir(self)
+
+        def failing_read(path: Path) -> Any:
+            raise OSError(5, "Input/output error", str(path))
+
+        if part == "folder" and rank == 0:
+            Path.iterdir = failing_list  # type: ignore[method-assign]
+        elif part == "shard" and rank == 1:
+            manifest.describe_file = failing_read
+
+    before = files_below(run) | {".lock"}
+    settings = {**SMALL, "train_iters": 20, "load": str(run), "save": str(run)}
+    message = refused(start(2, **settings, in_rank=in_rank))
+    assert "cannot be read: Input/output error" in message and str(run) in message
+    assert files_below(run) | {".lock"} == before
+
+
 def test_rank_0_decides(run: Path, tmp_path: Path) -> None:
     """The pointer says something else to rank 1, as on two machines with a disk each."""
 
