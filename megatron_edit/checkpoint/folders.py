@@ -162,9 +162,9 @@ class CheckpointFolder:
             ways.append(f"--finetune --load {final} would start a new run from the weights of iteration {iteration}")
         there = ", ".join(self._traces()[:_SHOWN])
         return (
-            f"no other complete checkpoint is there to fall back to ({self.directory} holds {there}), and this is not a "
-            f"first start: nothing was begun or changed\nwhat would help: {'; '.join(ways)}; or start anew with another "
-            "folder for --load and --save"
+            f"no other complete checkpoint is there to fall back to ({self.directory} holds {there}), and this is not "
+            f"a first start: nothing was begun or changed\nwhat would help: {'; '.join(ways)}; or start anew with "
+            "another folder for --load and --save"
         )
 
     def _asked_for(self, step: int) -> Candidate:
