@@ -393,7 +393,8 @@ WIDE = {**SMALL, "hidden_size": 128, "ffn_hidden_size": 512, "edit_sync_interval
 @pytest.mark.parametrize(
     "settings",
     [{}, {"save_scope": "compact", "edit_sync_interval": 3}, {"edit_method": "streaming", "edit_sync_delay": 2},
-     {"edit_method": "co2"}, {"edit_method": "baseline"}, {"edit_comm_dtype": "int8"}],
+     *(pytest.param(more, marks=pytest.mark.full(reason="more methods"))
+       for more in ({"edit_method": "co2"}, {"edit_method": "baseline"}, {"edit_comm_dtype": "int8"}))],
     ids=str,
 )  # fmt: skip
 def test_a_save_has_the_size_that_was_said(settings: dict[str, Any], tmp_path: Path) -> None:
