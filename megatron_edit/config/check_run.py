@@ -243,8 +243,8 @@ def check_folders(config: Config) -> Iterator[str]:
         yield f"--save-interval {config.checkpoint.save_interval} needs --save DIR"
     yield from _checkpoint_problems(config)
     first_start = save is not None and load is not None and Path(load).absolute() == Path(save).absolute()
-    if load is not None and not os.path.isdir(load) and not first_start:
-        yield (f"--load {load} is not a folder; only a --load that equals --save may be missing, for a first start")
+    if load is not None and not first_start and (reason := _not_a_folder(load)):
+        yield f"--load {load} {reason}"
     for name in ("save", "tensorboard_dir"):
         folder = value_of(config, name)
         if folder is not None and os.path.isfile(folder):
@@ -257,6 +257,17 @@ def check_folders(config: Config) -> Iterator[str]:
             yield f"{flag_of(name)} {file} is a folder, but a file is written there"
         elif file is not None:
             yield from _cannot_write(flag_of(name), Path(file))
+
+
+def _not_a_folder(path: str) -> str:
+    """Why `path` cannot be listed; "" where it can."""
+    try:
+        os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return "is not a folder; only a --load that equals --save may be missing, for a first start"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return ""
 
 
 def _checkpoint_problems(config: Config) -> Iterator[str]:

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from megatron_edit.checkpoint.errors import CheckpointError
-from megatron_edit.checkpoint.folders import FINAL, CheckpointFolder, complete_checkpoint, write_durably
+from megatron_edit.checkpoint.folders import CheckpointFolder, is_checkpoint, write_durably
 from megatron_edit.checkpoint.inspect import choose
 from megatron_edit.checkpoint.manifest import MANIFEST, Manifest, content_problem, describe_file
 from megatron_edit.checkpoint.torch_dist import TensorReader, write_whole_tensors
@@ -90,13 +90,8 @@ class MegatronWeights(Weights):
 
 def _newest(directory: Path) -> Any:
     """`final/` has the last sync of a run that ended, which the resumable checkpoint of that iteration lacks."""
-    final = directory / FINAL
-    if (final / MANIFEST).exists() and not (directory / MANIFEST).exists():
-        candidate = complete_checkpoint(final)
-        pointer = CheckpointFolder(directory).pointer()
-        if pointer is None or pointer <= candidate.manifest.iteration:
-            return candidate
-    return choose(directory, None)
+    final = None if is_checkpoint(directory) else CheckpointFolder(directory).final_to_load()
+    return final or choose(directory, None)
 
 
 def _prefix(folder: Path, content: dict[str, Any], replica: int | None) -> tuple[str, str]:

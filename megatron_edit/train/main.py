@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_edit.checkpoint.errors import CheckpointError, SaveError
 from megatron_edit.checkpoint.folders import check_load
+from megatron_edit.checkpoint.progress import done_by
 from megatron_edit.config.arithmetic import describe
 from megatron_edit.config.configure import configure
 from megatron_edit.config.notes import notes
@@ -52,7 +53,8 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
             raise ConfigError(problems)
         checked = check_data(config)
         if rank == 0:
-            for line in (*notes(config), *checked.notes, describe(config, plan, checked.vocab_size)):
+            done = done_by(config.checkpoint)
+            for line in (*notes(config), *checked.notes, describe(config, plan, checked.vocab_size, done)):
                 print(line, flush=True)
         if config.command.dry_run:
             return 0

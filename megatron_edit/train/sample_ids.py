@@ -6,13 +6,13 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from megatron_edit.parallel.mesh import Mesh
-from megatron_edit.train.writers import drop_lines
+from megatron_edit.train.writers import LineFile, drop_lines
 
 _LINE = re.compile(rb'\{"iteration": (\d+), "replica": (\d+), ')
 
@@ -27,7 +27,7 @@ class SampleIdFile:
 
     def __init__(self, path: str | None, mesh: Mesh, steps: list[int]) -> None:
         self._replica = mesh.replica
-        self._file: Any = None
+        self._file: LineFile | None = None
         self._path, self._mesh = path, mesh
         if path is None:
             return
@@ -37,13 +37,13 @@ class SampleIdFile:
             sort_lines(Path(path))
         dist.barrier(mesh.world_control_group)
         if mesh.is_replica_leader:
-            self._file = open(path, "a", buffering=1)  # noqa: SIM115  line by line: lines of replicas do not mix
+            self._file = LineFile(Path(path), partial(print, flush=True))  # lines of replicas do not mix
 
     def write(self, step: int, sample_ids: list[int]) -> None:
         """The samples of the step `step` of this replica, counted from 1 over the whole run."""
         if self._file is not None:
             entry = {"iteration": step, "replica": self._replica, "samples": sample_ids}
-            self._file.write(json.dumps(entry) + "\n")
+            self._file.write(json.dumps(entry))
 
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ from megatron_edit.train.output import RunOutput
 from megatron_edit.train.pace import Pace
 from megatron_edit.train.replica import build_replica, mesh_of
 from megatron_edit.train.sample_ids import SampleIdFile
+from megatron_edit.train.shared_paths import check_shared_paths
 from megatron_edit.train.signals import StopCoordinator, StopReason
 from megatron_edit.train.step import TrainStep
 from megatron_edit.train.sync_report import stage_sync_report
@@ -53,11 +54,13 @@ class Trainer:
         self.train_samples: int = training.train_samples
         self.vocab_size = checked.vocab_size
         self.mesh = mesh_of(config, platform)
+        self._output = RunOutput(config, writes=self.mesh.rank == 0)
+        for remark in check_shared_paths(config, self.mesh.checkpoint_group):
+            self._output.say(remark)
         self.data = RunData(config, checked, self.mesh)
         self.replica = build_replica(config, self.mesh, self.vocab_size)
         self.engine = self.replica.engine
         self._step = TrainStep(self.replica)
-        self._output = RunOutput(config, writes=self.mesh.rank == 0)
         self._checkpoints = RunCheckpoints(config, self.replica, self.vocab_size, self._output.say)
         start = self._checkpoints.load()
         self.train_iters = start.train_iters
@@ -189,7 +192,8 @@ class Trainer:
             self._emit()
         self._output.show(self._metrics.poll())
         self._output.advance(self.iteration)
-        if self.pace.crossed(self.config.evaluation.eval_interval) and not self._is_done:
+        evaluation = self.config.evaluation
+        if self.pace.crossed(evaluation.eval_interval) and not (self._is_done and evaluation.eval_at_end):
             self._evaluate(self.data.validation_splits)
         if self._checkpoints.due(self.pace, at_sync=self._known_at_sync) and not self._is_done:
             self._save()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def check_resume(folder: Path, stop: int, **settings: Any) -> None:
     whole = train(2, **settings, save=str(at_once), log_sample_ids=str(folder / "one.jsonl"))
     two = {**settings, "save": str(in_two), "load": str(in_two), "log_sample_ids": str(folder / "two.jsonl")}
     first, second = train(2, **two, exit_interval=stop), train(2, **two)
-    assert f"resumed iteration {stop} of 12" in second.stdout and "global batch: the flags'" not in second.stdout
+    assert f"resumed iteration {stop} of 12" in second.stdout and not re.search("global batch [0-9]+ ", second.stdout)
     assert {**losses(first.stdout), **losses(second.stdout)} == losses(whole.stdout)
     assert {**syncs(first.stdout), **syncs(second.stdout)} == syncs(whole.stdout)
     assert {**evaluations(first.stdout), **evaluations(second.stdout)} == evaluations(whole.stdout)
@@ -126,7 +127,7 @@ def test_other_replicas_and_other_batches_go_on_or_are_refused(tmp_path: Path) -
     used = [12, 20, 28, 36, 44, 60, 76, 92, 108]  # samples before each step; the saved run would have had 104 in all
     expected = [1e-3 * (1 + math.cos(math.pi * min(before / 104, 1))) / 2 for before in used]
     assert rates == pytest.approx(expected, rel=1e-5, abs=1e-12)
-    assert "global batch: the flags' from here on" in second.stdout
+    assert "global batch 8 now, later others: the flags' batches hold" in second.stdout
     sizes = [int(line["global batch size"]) for line in training_lines(second.stdout).values()]
     assert sizes == [8, 8, 8, 8, 16, 16, 16, 16, 16]
     assert [len(samples) for _, samples in sample_ids(ids)] == [4, 4, 4, *sizes]

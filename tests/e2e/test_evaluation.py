@@ -155,6 +155,16 @@ def test_nothing_evaluated_is_said(tmp_path: Path) -> None:
     assert "nothing was evaluated" in result.stdout.splitlines()[-1]
 
 
+def test_the_last_iteration_is_evaluated_when_the_interval_says_so() -> None:
+    """Without the evaluation at the end it is one like the others; with it there is no second one."""
+    settings = {"train_iters": 6, "eval_interval": 3, "eval_iters": 2}
+    longer = evaluations(train(2, **{**settings, "train_iters": 7}).stdout)
+    without = evaluations(train(2, **settings, eval_at_end=False).stdout)
+    assert without == {3: longer[3], 6: longer[6]}
+    with_it = train(2, **settings).stdout
+    assert list(evaluations(with_it)) == [3, 6] and with_it.count("validation loss at iteration 6") == 1
+
+
 def test_evaluation_leaves_training_as_it_is(tmp_path: Path) -> None:
     """Evaluated between, on and after syncs, with dropout: bit-equal to a run that never evaluates."""
     settings = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "train_iters": 10}
