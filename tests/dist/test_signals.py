@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from megatron_edit.testing.ranks import run_ranks
 from megatron_edit.train import signals
-from megatron_edit.train.signals import STOP_SIGNALS, StopCoordinator
+from megatron_edit.train.signal_pipe import STOP_SIGNALS
+from megatron_edit.train.signals import StopCoordinator
 
 REPLICAS = [[0, 1], [2, 3]]
 USER = 4

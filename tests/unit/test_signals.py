@@ -8,12 +8,8 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
-from megatron_edit.train.signals import (
-    STOP_SIGNALS,
-    StopAgreementError,
-    StopCoordinator,
-    StopReason,
-)
+from megatron_edit.train.signal_pipe import STOP_SIGNALS
+from megatron_edit.train.signals import StopAgreementError, StopCoordinator, StopReason
 
 
 def listening() -> StopCoordinator:
