@@ -18,7 +18,6 @@ from megatron_edit.train.store import Rendezvous, first_line
 from megatron_edit.train.whereabouts import place_of
 
 SECONDS_FOR_RANK_0 = 10.0  # which speaks for all when all have met the same error
-SECONDS_TO_READ = 1.0  # what the other ranks get before the store goes with its holder
 SIGNS_OF_ANOTHER_RANK = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timeout caused pair closure",
     "NCCL",
@@ -53,7 +52,7 @@ def end_for_user_error(error: Exception, code: int, rendezvous: Rendezvous, pres
             said = store.get("said").decode() if store.check(["said"]) else ""
         if said != str(error):
             say_error(error, f"error on rank {rendezvous.rank}")
-    _end(code, rendezvous, presence, failed=True)
+    _end(code, presence, failed=True)
 
 
 def end_after_another(error: BaseException, rendezvous: Rendezvous, presence: Presence | None) -> None:
@@ -65,7 +64,7 @@ def end_after_another(error: BaseException, rendezvous: Rendezvous, presence: Pr
     if verdict:
         what = f"{type(error).__name__}: {first_line(error)}"
         print(f"[rank {rendezvous.rank}] ends: {verdict}; {place_of(error)}: {what}", file=sys.stderr, flush=True)
-        _end(1, rendezvous, presence, failed=False)
+        _end(1, presence, failed=False)
 
 
 def end_for_own_cause(error: BaseException, rendezvous: Rendezvous, presence: Presence | None) -> NoReturn:
@@ -73,7 +72,7 @@ def end_for_own_cause(error: BaseException, rendezvous: Rendezvous, presence: Pr
     _begin(presence)
     print(f"[rank {rendezvous.rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     traceback.print_exception(error)
-    _end(1, rendezvous, presence, failed=True)
+    _end(1, presence, failed=True)
 
 
 def follows_from_another_rank(error: BaseException) -> bool:
@@ -89,11 +88,9 @@ def _begin(presence: Presence | None) -> None:
         presence.begin_end()
 
 
-def _end(code: int, rendezvous: Rendezvous, presence: Presence | None, *, failed: bool) -> NoReturn:
+def _end(code: int, presence: Presence | None, *, failed: bool) -> NoReturn:
     if presence is not None:
         presence.leave(failed=failed)
-        if rendezvous.is_holder:
-            time.sleep(SECONDS_TO_READ)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no collectives and no exit handlers: other ranks may be gone

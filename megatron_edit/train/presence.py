@@ -35,6 +35,7 @@ from megatron_edit.train.whereabouts import Answer, Process, machine, main_threa
 
 SECONDS_TO_ANSWER = 5.0
 SECONDS_TO_END = 3.0  # for a main thread that ends by itself; then the thread ends the process
+SECONDS_TO_LEAVE = 2.0
 HEAD_START = 1.0  # of a lost rank, before the others end
 
 
@@ -46,7 +47,7 @@ class Presence:
         self._store = PrefixStore("presence", own_connection)
         self._rank = rank = rendezvous.rank
         self._world_size = rendezvous.world_size
-        self._holder = rendezvous.holder
+        self._holder, self._keeps_store = rendezvous.holder, rendezvous.is_holder
         self._poll_seconds = poll_seconds
         local_rank, local = int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
         self._speaks_for_node = local_rank == 0
@@ -89,6 +90,15 @@ class Presence:
         self._closing.set()
         self._wake.set()
         self._thread.join(timeout=2.0)
+        if self._keeps_store:
+            self._wait_for_others()
+
+    def _wait_for_others(self) -> None:
+        """The store goes with this process: the others are given the time to read its last word and to leave."""
+        deadline = time.monotonic() + SECONDS_TO_LEAVE
+        with contextlib.suppress(Exception):
+            while int(self._store.add("gone", 0)) < self._world_size and time.monotonic() < deadline:
+                time.sleep(0.01)
 
     # ---- background thread
 
@@ -105,6 +115,7 @@ class Presence:
                 self._publish({"text": "", "failed": self._rank, "lost": []})
             elif self._farewell:
                 self._store.set(f"ended/{self._rank}", "done")
+            self._store.add("gone", 1)
         except Exception as error:
             self._store_lost(error)
 
