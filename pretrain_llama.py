@@ -10,4 +10,4 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from megatron_edit.train.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], owns_process=True))

@@ -250,7 +250,7 @@ class TrainingConfig:
     train_samples: int | None = setting(None, "samples over all replicas", minimum=0)
     exit_interval: int | None = setting(None, "save and stop after an iteration that this divides", minimum=1)
     exit_duration_in_mins: float | None = setting(None, "save and stop after this many minutes", above=0)
-    exit_signal_handler: bool = setting(True, "save and stop on SIGTERM, SIGINT or SIGUSR1 to any rank")
+    exit_signal_handler: bool = setting(True, "save and stop on SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank")
     seed: int = setting(1234, "seed of weights, sample order and dropout", minimum=0, below=2**32)
     bf16: bool = setting(False, "train in bfloat16 with fp32 master weights and fp32 gradients")
     fp16: bool = setting(False, "train in float16 with dynamic loss scaling and fp32 master weights (GPU)")

@@ -48,8 +48,11 @@ class _Checked:
     lines: list[str]  # for the user
 
 
-def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Runs the command; returns the exit code."""
+def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, *, owns_process: bool = False) -> int:
+    """Runs the command; returns the exit code. After an error in training it does not return: the process ends.
+
+    `owns_process`: the process ends with this code, so that signals which come after a stop are ignored until then.
+    """
     ending.trace_fatal_signals()
     try:
         found = launched(environment)
@@ -85,7 +88,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
             print(line, flush=True)
         for line in (*checked.lines, *restart_notes(checked.config.checkpoint.save, environment)):
             print(line, flush=True)
-    return 0 if checked.config.command.dry_run else _train(checked, rendezvous, environment)
+    return 0 if checked.config.command.dry_run else _train(checked, rendezvous, environment, owns_process)
 
 
 def _check(argv: Sequence[str], environment: Mapping[str, str], facts: dict[str, str]) -> _Checked | None:
@@ -141,7 +144,9 @@ def _cannot_start(
     return 1
 
 
-def _train(checked: _Checked, rendezvous: Rendezvous | None, environment: Mapping[str, str]) -> int:
+def _train(
+    checked: _Checked, rendezvous: Rendezvous | None, environment: Mapping[str, str], owns_process: bool
+) -> int:
     config, platform = checked.config, checked.platform
     timeout = config.parallel.distributed_timeout_seconds
     try:
@@ -162,7 +167,10 @@ def _train(checked: _Checked, rendezvous: Rendezvous | None, environment: Mappin
         from megatron_edit.train.trainer import Trainer  # late: the checks come in seconds without megatron-core
 
         _initialize_process_group(config, platform, rendezvous)
-        Trainer(config, platform, checked.data, rendezvous.store, presence=presence, owns_process=True).fit()
+        trainer = Trainer(
+            config, platform, checked.data, rendezvous.store, presence=presence, owns_process=owns_process
+        )  # fmt: skip
+        trainer.fit()
         if presence is not None:
             presence.begin_end()
         dist.barrier()

@@ -27,15 +27,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 import psutil
-from torch.distributed import PrefixStore
+from torch.distributed import DistError, PrefixStore
 
 from megatron_edit.train.agreement import ranks_text
 from megatron_edit.train.store import Rendezvous, first_line
 from megatron_edit.train.whereabouts import Answer, Process, machine, main_thread_answer, place_of
 
-SECONDS_TO_ANSWER = 5.0
+SECONDS_TO_ANSWER = 4.0
 SECONDS_TO_END = 3.0  # for a main thread that ends by itself; then the thread ends the process
-SECONDS_TO_LEAVE = 2.0
+SECONDS_TO_LEAVE = 1.0
 HEAD_START = 1.0  # of a lost rank, before the others end
 
 
@@ -80,7 +80,8 @@ class Presence:
         self.begin_end()
         self._suspicion = f"rank {self._rank} waited for it in {self._step[0]}, in {place_of(error)}"
         self._wake.set()
-        self._judged.wait(SECONDS_TO_ANSWER + SECONDS_TO_END)
+        if not self._judged.wait(SECONDS_TO_ANSWER + SECONDS_TO_END):
+            return f"{self._holder}, which holds the store, does not answer: it is frozen or cut off"
         return self._verdict
 
     def leave(self, *, failed: bool) -> None:
@@ -89,7 +90,7 @@ class Presence:
         self._farewell = "failed" if failed else "done"
         self._closing.set()
         self._wake.set()
-        self._thread.join(timeout=2.0)
+        self._thread.join(timeout=SECONDS_TO_LEAVE)
         if self._keeps_store:
             self._wait_for_others()
 
@@ -116,8 +117,11 @@ class Presence:
             elif self._farewell:
                 self._store.set(f"ended/{self._rank}", "done")
             self._store.add("gone", 1)
-        except Exception as error:
+        except DistError as error:
             self._store_lost(error)
+        except Exception as error:  # without an answer of this rank the run goes on
+            _say(f"[rank {self._rank}] no longer answers who is lost: {type(error).__name__}: {error}")
+            self._judged.set()
 
     def _look(self) -> None:
         if self._suspicion is None and self._neighbour_is_gone():

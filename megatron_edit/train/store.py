@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-SECONDS_FOR_A_LAUNCHER = 15.0  # torchrun's store is there before its ranks are
+SECONDS_FOR_A_LAUNCHER = 10.0  # torchrun's store is there before its ranks are
 
 
 class StoreError(RuntimeError):

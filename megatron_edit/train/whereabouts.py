@@ -47,9 +47,11 @@ class Process:
         try:
             process = psutil.Process(self.pid)
             state = process.status() if abs(process.create_time() - self.started) < 1 else None
-        except psutil.Error:
+        except psutil.NoSuchProcess:
             return None
-        return None if state == psutil.STATUS_ZOMBIE else str(state)
+        except (psutil.Error, OSError):  # no open files are left, say: that tells nothing of the process
+            return "unknown"
+        return None if state in (None, psutil.STATUS_ZOMBIE) else str(state)
 
 
 def machine() -> str:
