@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_edit.train.presence import Presence
 from megatron_edit.train.signal_pipe import ignore_stop_signals
+from megatron_edit.train.signals import StopAgreementError
 from megatron_edit.train.store import Rendezvous, first_line
 from megatron_edit.train.whereabouts import place_of
 
@@ -76,8 +77,10 @@ def end_for_own_cause(error: BaseException, rendezvous: Rendezvous, presence: Pr
 
 
 def follows_from_another_rank(error: BaseException) -> bool:
-    """Whether the error is that a collective found another rank gone or late."""
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in SIGNS_OF_ANOTHER_RANK)
+    """Whether the error is that a collective, or the agreement on a stop, found another rank gone or late."""
+    if isinstance(error, (dist.DistError, StopAgreementError)):
+        return True
+    return any(sign in str(error) for sign in SIGNS_OF_ANOTHER_RANK)
 
 
 def _begin(presence: Presence | None) -> None:

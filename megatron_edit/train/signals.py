@@ -55,6 +55,7 @@ from types import TracebackType
 from torch.distributed import PrefixStore, Store
 
 from megatron_edit.train.signal_pipe import SignalPipe
+from megatron_edit.train.store import first_line
 
 SECOND_INTERRUPT_SECONDS = 1.0  # SIGINTs that are closer together than this are one: launchers pass them on
 AGREEMENT_POLL_SECONDS = 0.01  # between polls while the target is being agreed on
@@ -215,8 +216,9 @@ class StopCoordinator:
         return ", ".join(map(str, missing)) or "(last one)"
 
     def _store_lost(self) -> StopAgreementError:
+        assert self._failure is not None
         return StopAgreementError(
-            f"rank {self._rank}: the store through which stop requests travel is gone ({self._failure}); "
+            f"rank {self._rank}: the store through which stop requests travel is gone ({first_line(self._failure)}); "
             "the process that holds it, rank 0 or the launcher, has probably ended"
         )
 

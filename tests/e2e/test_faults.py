@@ -97,6 +97,16 @@ def goes_on_from_4(world_size: int, settings: dict[str, Any], folder: Path) -> N
     assert not [name for name in files_below(folder) if "partial" in name]
 
 
+def test_a_rank_that_fails_ends_the_others_wherever_they_are() -> None:
+    """Rank 0 would meet rank 1 in 500 iterations only, and no launcher ends it."""
+    settings = {"train_iters": 1000, "edit_sync_interval": 500, "distributed_timeout_seconds": 100}
+    result = start(2, **settings, in_rank=at_iteration(7, 1, unreadable), ends_others=False)
+    assert result.exit_codes == [1, 1] and result.seconds < 30, result
+    assert result.ranks[0].stderr.startswith("[rank 0] ends: rank 1 has failed, its message says why"), result
+    assert len(result.ranks[0].stderr.splitlines()) == 1, result
+    assert result.ranks[1].stderr.startswith("[rank 1] OSError: [Errno 5] Input/output error: 'corpus.bin'"), result
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
 def test_a_rank_that_dies_is_named_first_and_all_end(number: signal.Signals, tmp_path: Path) -> None:
     """Without a launcher that would end the others: they end by themselves, within the time-out and 10 s."""

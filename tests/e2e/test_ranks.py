@@ -50,6 +50,13 @@ def test_settings_of_one_rank_alone(flags: list[str], said: list[str], tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_found_when_the_run_is_built_ends_all_ranks_with_2(tmp_path: Path) -> None:
+    train(2, directory=tmp_path, save="run", train_iters=2)
+    result = start(2, directory=tmp_path, load="run", ckpt_step=1)
+    assert result.exit_codes == [2, 2] and "iter_0000001" in result.stderr, result
+    assert len(result.stderr.splitlines()) == 1, f"said once: {result}"
+
+
 def test_another_corpus_of_the_same_name_on_one_node(corpora: Corpora, tmp_path: Path) -> None:
     for rank, prefix in enumerate((corpora.documents_200, corpora.documents_200, corpora.one_short)):
         (tmp_path / f"node{rank}").mkdir()
