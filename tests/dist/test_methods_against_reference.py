@@ -262,7 +262,8 @@ def test_post_local_sgd_with_interval_1_is_synchronous_sgd() -> None:
     local, synchronous = run_engine(run), run_engine(run.changed(edit_method="baseline"))
     assert len(local[0].syncs) == 5
     found, expected = local[0].snapshots["parameters"], synchronous[0].snapshots["parameters"]
-    assert largest_difference(found, expected) < 1e-6
+    # The bound of the references: sums in another order, amplified over five steps (1.2e-6 on some processors).
+    assert largest_difference(found, expected) < 1e-5
     assert largest_difference(found, local[0].snapshots["initial"]) > 1e-3, "nothing was learnt"
 
 
