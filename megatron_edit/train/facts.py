@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -69,11 +68,12 @@ def data_facts(checked: CheckedData) -> dict[str, str]:
         blend = source.blend
         facts[f"the weights of {source.flag}"] = str([str(weight) for weight in blend.weights or ()])
         for number, prefix in enumerate(blend.prefixes, start=1):
-            facts[f"corpus {number} of {source.flag}"] = corpus_fact(prefix)
+            name = f"corpus {number} of {source.flag}"  # the splits of --data-path have the same corpora
+            if name not in facts:
+                facts[name] = corpus_fact(prefix)
     return facts
 
 
-@cache
 def corpus_fact(prefix: str) -> str:
     """Sizes of its two files, and a hash of evenly spaced pieces of both, first and last bytes among them."""
     digest, sizes = hashlib.sha256(), []
@@ -88,7 +88,6 @@ def corpus_fact(prefix: str) -> str:
     return f"{', '.join(sizes)}, sample {digest.hexdigest()[:16]}"
 
 
-@cache
 def code_digest() -> str:
     """Of all Python files of the package: two checkouts of one version need not be the same."""
     root, digest = Path(megatron_edit.__path__[0]), hashlib.sha256()
