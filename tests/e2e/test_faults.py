@@ -136,7 +136,7 @@ def hung(trainer: Any) -> None:
 @pytest.mark.parametrize("fault", [frozen, hung])
 def test_a_rank_that_does_not_come_is_named_first_and_all_end(fault: Callable[[Any], None]) -> None:
     """Four ranks, two replicas; rank 3 stands still. Nobody blames rank 2, whose collective fails."""
-    settings = {"tensor_model_parallel_size": 2, "distributed_timeout_seconds": 4, "train_iters": 1000}
+    settings = {"tensor_model_parallel_size": 2, "distributed_timeout_seconds": 8, "train_iters": 1000}
     result = start(4, **settings, in_rank=at_iteration(7, 3, fault), ends_others=False)
     assert result.exit_codes == [1, 1, 1, -signal.SIGKILL if fault is frozen else 1], result
     said = [line for line in result.stderr.splitlines() if "All ranks end" in line]
