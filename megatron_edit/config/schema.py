@@ -259,7 +259,7 @@ class TrainingConfig:
     train_samples: int | None = setting(None, "samples over all replicas", minimum=0)
     exit_interval: int | None = setting(None, "save and stop after an iteration that this divides", minimum=1)
     exit_duration_in_mins: float | None = setting(None, "save and stop after this many minutes", above=0)
-    exit_signal_handler: bool = setting(True, "save and stop on SIGTERM, SIGINT or SIGUSR1 to any rank")
+    exit_signal_handler: bool = setting(True, "save and stop on SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank")
     z_loss_coeff: float = setting(
         0.0, "adds this times the mean over tokens of logsumexp(logits)^2 to the loss, which keeps logits small; the "
         "logged lm loss stays without it; 1e-4 in the source; 0 = off", minimum=0,

@@ -23,6 +23,7 @@ from megatron_edit.data.added_tokens import read_mapping
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron_edit.model.transformer_engine import TransformerEngineError
+from megatron_edit.parallel.launcher import launched
 from megatron_edit.platform import PlatformError, get_platform
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ def run(
     """Starts the ranks, builds the model, does `work`; the exit code: 0, 2 for what the user can mend, else 1."""
     rank = int(environment.get("RANK", "0"))
     try:
+        if (found := launched(environment)) is not None:
+            os.environ.update(found.environment)
+            environment = {**environment, **found.environment}
+            rank = int(environment["RANK"])
         started = _start(arguments, environment)
         for note in started.weights.notes:
             started.say(f"note: {note}")

@@ -10,6 +10,7 @@ step after which all replicas decide their next sync. An iteration is then a glo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -33,24 +34,38 @@ from megatron_edit.train.memory import largest_of_all_ranks, memory_table
 from megatron_edit.train.metrics import MetricsReducer, Reporter, throughput_of
 from megatron_edit.train.output import RunOutput
 from megatron_edit.train.pace import Pace
+from megatron_edit.train.presence import Presence
 from megatron_edit.train.replica import build_replica, mesh_of
 from megatron_edit.train.sample_ids import SampleIdFile
 from megatron_edit.train.shared_paths import check_shared_paths
 from megatron_edit.train.signals import StopCoordinator, StopReason
 from megatron_edit.train.step import TrainStep
+from megatron_edit.train.stopped import leave_mark
 from megatron_edit.train.sync_report import stage_sync_report
 
 
 class Trainer:
     """One rank of a run. `config` must be resolved and checked; the default process group must exist.
 
-    `store`: the rendezvous store of the job, through which stop requests travel.
+    `store`: the rendezvous store of the job, through which stop requests travel. `presence`: is told where the run
+    is. `owns_process`: the process ends after `fit`, so a signal that comes after a stop is ignored until then.
     """
 
-    def __init__(self, config: Config, platform: Platform, checked: CheckedData, store: dist.Store) -> None:
+    def __init__(
+        self,
+        config: Config,
+        platform: Platform,
+        checked: CheckedData,
+        store: dist.Store,
+        *,
+        presence: Presence | None = None,
+        owns_process: bool = False,
+    ) -> None:
         training = config.training
         assert training.train_samples is not None
         self.config = config
+        self._presence = presence
+        self._owns_process = owns_process
         self.train_samples: int = training.train_samples
         self.vocab_size = checked.vocab_size
         self.mesh = mesh_of(config, platform)
@@ -146,6 +161,7 @@ class Trainer:
                 timeout_seconds=self.config.parallel.distributed_timeout_seconds,
                 exit_duration_minutes=training.exit_duration_in_mins,
                 handle_signals=training.exit_signal_handler,
+                until_exit=self._owns_process,
             ) as stop:
                 self._end(self._iterate(stop))
             self._feed.close()
@@ -214,6 +230,7 @@ class Trainer:
             self._output.show(self._metrics.poll())
 
     def _train_step(self, asks_for_sync: Callable[[], bool]) -> Meeting | None:
+        self._note(f"step {self.pace.own_step + 1}")
         microbatches, sample_ids = self._feed.next_batch()
         self._batch_size = self.pace.global_batch_size
         self._learning_rate = self._schedule.at_samples(self.pace.schedule_samples - self._schedule_samples)
@@ -247,6 +264,10 @@ class Trainer:
                 f"sync {meeting.index} at iteration {self.iteration}: put off, all replicas together have taken fewer "
                 f"than --edit-min-total-steps {self.config.edit.edit_min_total_steps}"
             )
+
+    def _note(self, step: str) -> None:
+        if self._presence is not None:
+            self._presence.note(step)
 
     @property
     def _known_at_sync(self) -> bool | None:
@@ -308,6 +329,7 @@ class Trainer:
 
     def _evaluate(self, splits: list[str]) -> None:
         """Losses of the anchor on `splits`; nothing of it changes what training reads or draws."""
+        self._note(f"the evaluation after iteration {self.iteration}")
         for split in splits:
             with self._metrics.untimed():
                 result = evaluate(self.replica, self.data.evaluation(split))
@@ -318,6 +340,7 @@ class Trainer:
             self._output.show([report])
 
     def _save(self, *, wait: bool = False) -> None:
+        self._note(f"the save after iteration {self.iteration}")
         with self._metrics.untimed():
             self._flush_log()  # a start that resumes here finds the lines up to here
             unequal = self.pace.is_uneven or not self.engine.method.equal_steps
@@ -338,6 +361,8 @@ class Trainer:
         self._flush_log()
         if reason is not None:
             self._output.say(str(reason))
+            if self.mesh.rank == 0:
+                leave_mark(self.config.checkpoint.save, str(reason), os.environ)
             return
         self.engine.sync_now()
         self._report_sync()

@@ -26,6 +26,8 @@ def stop_at_the_build(rank: int) -> None:
 
 def stop_at_the_build_as_nobody(rank: int) -> None:
     """Permissions mean nothing to root, which test runners in containers often are."""
+    import encodings.idna  # noqa: F401  for host names; the interpreter's own files may be root's alone
+
     stop_at_the_build(rank)
     if os.geteuid() == 0:
         os.seteuid(65534)
