@@ -150,6 +150,7 @@ def random_reads(prefix: str, tokenizer: str) -> dict[str, float]:
     import numpy as np
     import torch
 
+    from megatron_edit.config.batch_schedule import BatchSchedule
     from megatron_edit.data.blend import resolve_sources
     from megatron_edit.data.corpus import TokenizerSpec
     from megatron_edit.data.datasets import build_split
@@ -183,7 +184,7 @@ def random_reads(prefix: str, tokenizer: str) -> dict[str, float]:
     short = build_split(source, seq_length=32, tokenizer=spec)
     loader = MicrobatchLoader(
         short.datasets, short.training_order(1), consumed_samples=0, place=RankPlace(1, 0, 1, 0, 2),
-        global_batch_size=8, num_workers=1,
+        batch=BatchSchedule.constant(8), num_workers=1,
     )  # fmt: skip
     loader.next_batch()
     loaded = float("inf")

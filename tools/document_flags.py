@@ -32,6 +32,13 @@ A setting has one name: `--micro-batch-size 4` on the command line is `micro_bat
 Switches have no value; `--no-NAME` turns one off. Names are not abbreviated, unknown ones are refused. A flag
 that is given twice holds its last value. A `-` in the column "default" means: not given, and the help says
 what then holds.
+
+In the file a value without quotes means what the same text means after a flag: numbers are plain decimal numbers
+(`0123`, `1:30` and `1_000`, which YAML 1.1 reads as 83, 90 and 1000, are refused), text is what is written (`007`, `no`
+and `2024-01-31` are names), `true`, `yes` and `on` turn a switch on, `null` leaves a setting out.
+
+In paths, in flags and in the file, a leading `~` and `$VAR` or `${VAR}` expand; a variable that is not set or empty is
+an error; `$$` stands for one `$`. The tools do the same.
 """
 
 MEGATRON_HEAD = """\

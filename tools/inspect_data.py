@@ -12,6 +12,7 @@ import os
 import sys
 
 from megatron_edit.config import ConfigError, check, load_config, resolve
+from megatron_edit.config.derive import batch_schedule
 from megatron_edit.config.paths import PathParser
 from megatron_edit.data.inspect import corpus_lines, document_lines, order_lines, replica_lines
 from megatron_edit.data.tokenizers import ALIASES, TOKENIZER_TYPES, build_tokenizer
@@ -77,7 +78,7 @@ def show_order(args: argparse.Namespace, flags: list[str]) -> None:
         assert source is not None
         ends = document_ends(config.data)
         split = build_split(source, seq_length=seq_length, tokenizer=checked.tokenizer, document_ends=ends)
-        names = [str(getattr(dataset, "dataset_path", "")) for dataset in split.datasets]
+        names = [str(dataset.tokens.path.with_suffix("")) for dataset in split.datasets]
     order = split.training_order(seed) if name == "train" else split.evaluation_order()
     print(*checked.notes, sep="\n")
     for line, position in zip(
@@ -89,8 +90,9 @@ def show_order(args: argparse.Namespace, flags: list[str]) -> None:
         if args.decode:
             dataset, sample = order[position]
             print(checked.tokenizer.detokenize(split.datasets[dataset][sample]["tokens"].tolist()))
-    batch, replicas = config.training.global_batch_size, config.edit.edit_num_replicas
-    if name == "train" and batch is not None and replicas is not None:
+    schedule, replicas = batch_schedule(config), config.edit.edit_num_replicas
+    if name == "train" and schedule is not None and replicas is not None:
+        batch = schedule.size_at(args.position)
         print(f"the iteration after {args.position} samples, global batch {batch}:")
         print(*replica_lines(order, args.position, batch, replicas), sep="\n")
 

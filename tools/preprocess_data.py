@@ -20,11 +20,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PATH",
         help="files, folders, patterns in quotes, or - for standard input; .jsonl, .json, .ndjson: one JSON object a "
-        "line; .parquet; any other name: plain text; each of them but .parquet also with .gz or .zst",
+        "line; .parquet; .txt: plain text; each of them but .parquet also with .gz, .bz2 or .zst; under any other name "
+        "the content decides",
     )  # fmt: skip
     parser.add_argument(
         "--input-format", choices=("auto", "jsonl", "text", "parquet"), default="auto",
-        help="what the inputs hold, whatever their names (default auto; standard input: jsonl)",
+        help="what the inputs hold, whatever names and content say (default auto; standard input: jsonl)",
     )  # fmt: skip
     parser.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="files are named PREFIX_KEY_document.*"
@@ -36,6 +37,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokenizer-model", metavar="PATH", help="file or folder of the tokenizer")
     parser.add_argument("--vocab-size", type=int, help="vocabulary of NullTokenizer")
     parser.add_argument("--append-eod", action="store_true", help="an end id after each document")
+    parser.add_argument(
+        "--parse-special-tokens", action=argparse.BooleanOptionalAction, default=False,
+        help="a special token that a text spells (<|im_start|>, <filename>) becomes its id; without it, plain text",
+    )  # fmt: skip
     parser.add_argument(
         "--text-unit", choices=("file", "paragraph", "line"), default="file",
         help="what is a document in plain text: the file (default), paragraphs between blank lines, or lines",
@@ -62,7 +67,7 @@ def main() -> None:
     reports = preprocess(
         args.input,
         args.output_prefix,
-        TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size),
+        TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.parse_special_tokens),
         json_keys=args.json_keys,
         append_eod=args.append_eod,
         workers=args.workers,

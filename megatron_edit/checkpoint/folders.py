@@ -1,38 +1,33 @@
-"""Folders of checkpoints: which are complete, which is to be loaded, how a new one takes its place. No torch.
+"""Folders of checkpoints: which are complete, and which is to be loaded. No torch.
 
     DIR/latest_checkpointed_iteration.txt    the pointer: iteration to resume from
     DIR/iter_0000010/                        a complete checkpoint, see `manifest`
     DIR/iter_0000020.partial/                being written, or left by a run that was killed
     DIR/iter_0000010.replaced/               for an instant, while a checkpoint of the same iteration takes its place
+    DIR/iter_0000010.damaged/                set aside: the run went on without it (--load-fallback)
     DIR/final/                               weights only
     DIR/.lock                                held by the run that saves here
 
-One process (rank 0) calls what changes something. Order of a save: files, `manifest.json`, rename, pointer, deletion
-of old ones; each step is durable before the next.
+Nothing here changes anything; `save_folder` does.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import re
-import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.manifest import MANIFEST, Manifest, read_manifest, size_problems
 
 POINTER = "latest_checkpointed_iteration.txt"
 FINAL = "final"
-LOCK = ".lock"
-_PARTIAL, _REPLACED = ".partial", ".replaced"
+PARTIAL = ".partial"
 _NAME = re.compile(r"iter_(\d{7,})")
+_SHOWN = 8  # names that are listed
 
 
 @dataclass(frozen=True)
@@ -48,13 +43,10 @@ class CheckpointFolder:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self._lock: IO[str] | None = None
 
     def path(self, iteration: int) -> Path:
         """Where the checkpoint of `iteration` is or will be."""
         return self.directory / f"iter_{iteration:07d}"
-
-    # ---- reading -----------------------------------------------------------------------------------------------------
 
     def candidate(self, iteration: int) -> Candidate:
         """The checkpoint of `iteration`. Raises CheckpointError saying what is missing or damaged."""
@@ -63,7 +55,7 @@ class CheckpointFolder:
     def complete_iterations(self) -> list[int]:
         """Iterations of all complete checkpoints, ascending."""
         found = []
-        for iteration in self._iterations():
+        for iteration in self.iterations():
             with suppress(CheckpointError):
                 self.candidate(iteration)
                 found.append(iteration)
@@ -96,142 +88,165 @@ class CheckpointFolder:
         except CheckpointError:
             return None
 
+    def final_to_load(self) -> Candidate | None:
+        """`final/`, where weights alone are wanted of a run: it has the last sync. None where a later checkpoint is.
+
+        Training from weights (--finetune), conversion, generation and evaluation all ask here. Raises CheckpointError
+        when it is damaged.
+        """
+        final = self.directory / FINAL
+        if not is_checkpoint(final):
+            return None
+        pointer = self.pointer()
+        if pointer is not None and pointer > read_manifest(final).iteration:
+            return None
+        return complete_checkpoint(final)
+
     def to_load(self, step: int | None, fallback: bool) -> Iterator[tuple[Candidate, str]]:
         """Checkpoints to try, best first, each with what is to be said about the choice ("" when nothing is).
 
         `step` (--ckpt-step) alone counts when given. Otherwise the pointer's; without a pointer the newest complete
         one; with `fallback` also the complete ones before it. Raises CheckpointError when the one that is wanted is
-        not there or incomplete; yields nothing in a folder without checkpoints.
+        not there, incomplete or cannot be read, and where nothing complete is left; yields nothing in a folder that
+        is unused, and only there.
         """
         if step is not None:
-            yield self.candidate(step), ""
+            yield self._asked_for(step), ""
             return
         wanted: int | None = None
-        problem = ""
+        tried = False
         try:
             wanted = self.pointer()
             if wanted is not None:
-                yield self.candidate(wanted), ""
-            elif self.complete_iterations():
-                problem = f"there is no {POINTER} in {self.directory}"
+                candidate = self.candidate(wanted)
         except CheckpointError as error:
             if not fallback:
-                others = [n for n in self.complete_iterations() if wanted is None or n < wanted]
-                hint = f"; --load-fallback would take iteration {others[-1]}" if others else ""
-                raise CheckpointError(f"{error}{hint}") from error
+                raise CheckpointError(f"{error}; {self.what_would_help(wanted)}") from error
             problem = str(error)
-        if wanted is not None and not fallback:
-            return
-        for iteration in reversed(self.complete_iterations()):
-            if wanted is None or iteration < wanted:
-                yield self.candidate(iteration), problem or "the checkpoint after it is damaged"
+        else:
+            problem = self._without_pointer()
+            if wanted is not None:
+                yield candidate, ""
+                tried, problem = True, "the checkpoint after it is damaged"
+                if not fallback:
+                    return
+        older = self._complete_before(wanted)
+        for iteration in reversed(older):
+            yield self.candidate(iteration), problem
+        if not older and not tried and not self.is_unused():
+            raise CheckpointError(f"{problem}; {self.what_would_help(wanted, fallback=True)}")
 
-    def _iterations(self) -> list[int]:
-        if not self.directory.is_dir():
-            return []
-        names = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
+    def is_unused(self) -> bool:
+        """Whether no run has ever saved here: a job that is started again and again has its first start.
+
+        False with a pointer, with anything called `iter_...`, whole or damaged, and with `final/`. But a `.partial`
+        without a manifest never was a checkpoint: a run that was killed in its first save starts again by itself.
+        Raises CheckpointError when that cannot be read.
+        """
+        return not self._traces()
+
+    def what_would_help(self, wanted: int | None, *, fallback: bool = False) -> str:
+        """For a message: what can be done when the checkpoint `wanted` (None: that of any iteration) is of no use.
+
+        `fallback`: with --load-fallback, so the complete ones before it are of no use either.
+        """
+        complete = self.complete_iterations()
+        older = [] if fallback else [n for n in complete if wanted is None or n < wanted]
+        if older:
+            return f"--load-fallback would take iteration {older[-1]}"
+        ways = ["put back a copy of what is damaged or missing"]
+        if later := [n for n in complete if wanted is not None and n > wanted]:
+            ways.append(f"--ckpt-step {later[-1]} would take iteration {later[-1]}, later than the pointer's")
+        if (iteration := self.final_iteration()) is not None:
+            final = self.directory / FINAL
+            ways.append(f"--finetune --load {final} would start a new run from the weights of iteration {iteration}")
+        there = ", ".join(self._traces()[:_SHOWN])
+        return (
+            f"no other complete checkpoint is there to fall back to ({self.directory} holds {there}), and this is not "
+            f"a first start: nothing was begun or changed\nwhat would help: {'; '.join(ways)}; or start anew with "
+            "another folder for --load and --save"
+        )
+
+    def _asked_for(self, step: int) -> Candidate:
+        try:
+            return self.candidate(step)
+        except CheckpointError as error:
+            complete = ", ".join(map(str, self.complete_iterations())) or "none"
+            raise CheckpointError(f"{error}; --ckpt-step asks for it; complete iterations: {complete}") from error
+
+    def _without_pointer(self) -> str:
+        """What is to be said where there is no pointer; names what is newer than the newest complete one."""
+        complete = self.complete_iterations()
+        newer = [n for n in self.iterations() if not complete or n > complete[-1]]
+        problems = [f"there is no {POINTER} in {self.directory}"]
+        for iteration in newer:
+            try:
+                self.candidate(iteration)
+            except CheckpointError as error:
+                problems += str(error).splitlines()[:1]
+        return "; ".join(problems)
+
+    def _complete_before(self, iteration: int | None) -> list[int]:
+        return [n for n in self.complete_iterations() if iteration is None or n < iteration]
+
+    def iterations(self) -> list[int]:
+        """Iterations of all checkpoints, complete or not, ascending."""
+        names = (_NAME.fullmatch(path.name) for path in self.entries())
         return sorted(int(match[1]) for match in names if match)
 
-    # ---- writing -----------------------------------------------------------------------------------------------------
+    def _traces(self) -> list[str]:
+        """Names of what tells that a run has saved here."""
+        return [path.name for path in self.entries() if path.name == POINTER or _is_of_a_checkpoint(path)]
 
-    def acquire(self) -> str | None:
-        """Keeps other runs from saving here as long as this process lives, and removes what a killed one has left.
-
-        Returns what is to be said when the file system has no locks. Raises CheckpointError when another run saves
-        here.
-        """
+    def entries(self) -> list[Path]:
+        """What lies in the folder; nothing where there is none. Raises CheckpointError when it cannot be read."""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            lock = self._lock = open(self.directory / LOCK, "a+")  # noqa: SIM115  held until the process ends
-        except OSError as error:
-            raise CheckpointError(f"--save {self.directory} cannot be written: {error.strerror}") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                lock.seek(0)
-                holder = lock.read().strip() or "unknown"
-                raise CheckpointError(
-                    f"--save {self.directory}: another run saves there ({holder}); give each run a folder of its own"
-                ) from error
-            return f"--save {self.directory}: no lock ({error.strerror}): nothing keeps a second run from saving there"
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
-        self._clean_up()
-        return None
-
-    def release(self) -> None:
-        """Lets other runs save here."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-    def begin(self, name: str) -> Path:
-        """A new empty folder in which the checkpoint `name` is written."""
-        aside = self.directory / (name + _PARTIAL)
-        if aside.exists():
-            shutil.rmtree(aside)
-        aside.mkdir(parents=True)
-        return aside
-
-    def abandon(self, name: str) -> None:
-        """Gives the space of a save that failed back."""
-        shutil.rmtree(self.directory / (name + _PARTIAL), ignore_errors=True)
-
-    def commit(self, name: str, manifest: Manifest) -> Path:
-        """The folder of `begin`, whose files are durable, becomes the checkpoint `name`."""
-        aside, folder = self.directory / (name + _PARTIAL), self.directory / name
-        write_durably(aside / MANIFEST, manifest.to_json().encode())
-        sync_folder(aside)
-        replaced = self.directory / (name + _REPLACED)
-        if folder.exists():
-            folder.rename(replaced)
-        aside.rename(folder)
-        sync_folder(self.directory)
-        shutil.rmtree(replaced, ignore_errors=True)
-        return folder
-
-    def point_to(self, iteration: int) -> None:
-        """Moves the pointer."""
-        write_durably(self.directory / POINTER, str(iteration).encode())
-
-    def delete_old(self, newest: int, keep: int) -> list[int]:
-        """Deletes complete checkpoints beyond the `keep` newest up to `newest`; 0 keeps all. Returns their iterations.
-
-        Ones of later iterations belong to another past of this folder: they are neither counted nor touched.
-        """
-        if keep == 0:
+            return sorted(self.directory.iterdir())
+        except FileNotFoundError:
             return []
-        deleted = []
-        for iteration in [iteration for iteration in self.complete_iterations() if iteration <= newest][:-keep]:
-            aside = self.path(iteration).with_name(self.path(iteration).name + _PARTIAL)
-            with suppress(OSError):  # one that cannot be deleted does no harm to the new one
-                self.path(iteration).rename(aside)  # half deleted it must not look like a checkpoint
-                shutil.rmtree(aside)
-                deleted.append(iteration)
-        return deleted
-
-    def _clean_up(self) -> None:
-        for path in sorted(self.directory.iterdir()):
-            if path.name.endswith(_PARTIAL) and path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name.endswith(_REPLACED):
-                folder = path.with_name(path.name.removesuffix(_REPLACED))
-                if folder.exists():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:  # killed between the two renames
-                    path.rename(folder)
+        except OSError as error:
+            raise CheckpointError(f"{self.directory} cannot be read: {error.strerror}") from error
 
 
 def complete_checkpoint(folder: Path) -> Candidate:
     """The checkpoint in `folder`. Raises CheckpointError saying what is missing or damaged."""
-    if not folder.is_dir():
+    try:
+        is_there = folder.is_dir()
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
+    if not is_there:
         raise CheckpointError(f"there is no checkpoint {folder}")
     manifest = read_manifest(folder)
     if problems := size_problems(folder, manifest):
         raise CheckpointError("\n".join(problems))
     return Candidate(folder, manifest)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether `folder` is one checkpoint, whole or not, and not a folder of them. Raises CheckpointError."""
+    try:
+        return (folder / MANIFEST).exists()
+    except OSError as error:
+        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error.strerror}") from error
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether every file is there with its size."""
+    try:
+        complete_checkpoint(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _is_of_a_checkpoint(path: Path) -> bool:
+    """Whether `path` is a checkpoint or may be what is left of one."""
+    if not path.name.startswith(("iter_", FINAL)):
+        return False
+    try:
+        return not path.name.endswith(PARTIAL) or (path / MANIFEST).exists()
+    except OSError:
+        return True  # what cannot be read is not to be taken for nothing
 
 
 def same_folder(first: str | None, second: str | None) -> bool:
@@ -243,11 +258,10 @@ def check_load(load: str | None, save: str | None) -> None:
     """Raises CheckpointError when there is nothing to load in `load`, and it is not `save` before a first start."""
     if load is None or same_folder(load, save):
         return
-    directory = Path(load)
-    if not directory.is_dir():
-        raise CheckpointError(f"--load {load} is not a folder")
     try:
-        names = os.listdir(directory)
+        names = os.listdir(load)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"--load {load} is not a folder") from None
     except OSError as error:
         raise CheckpointError(f"--load {load} cannot be read: {error.strerror}") from error
     if POINTER not in names and MANIFEST not in names and not any(_NAME.fullmatch(name) for name in names):

@@ -10,9 +10,17 @@ from typing import Any
 import torch
 
 from megatron_edit.checkpoint.errors import CheckpointError
-from megatron_edit.checkpoint.folders import FINAL, POINTER, Candidate, CheckpointFolder, complete_checkpoint
-from megatron_edit.checkpoint.manifest import MANIFEST, content_problem, read_manifest
+from megatron_edit.checkpoint.folders import (
+    FINAL,
+    POINTER,
+    Candidate,
+    CheckpointFolder,
+    complete_checkpoint,
+    is_checkpoint,
+)
+from megatron_edit.checkpoint.manifest import content_problem, read_manifest
 from megatron_edit.checkpoint.torch_dist import StoredTensor, read_whole_tensors, stored_tensors
+from megatron_edit.config.save_size import human_bytes
 
 _BATCH_BYTES = 256 << 20  # of whole tensors read at once
 _LAST_PARTS = ("param", "exp_avg", "exp_avg_sq", "anchor", "outer_momentum")
@@ -20,7 +28,7 @@ _LAST_PARTS = ("param", "exp_avg", "exp_avg_sq", "anchor", "outer_momentum")
 
 def choose(directory: Path, step: int | None) -> Candidate:
     """The checkpoint that is meant: `directory` itself, iteration `step` in it, or the one its pointer names."""
-    if (directory / MANIFEST).exists():
+    if is_checkpoint(directory):
         return complete_checkpoint(directory)
     choice = next(CheckpointFolder(directory).to_load(step, False), None)
     if choice is None:
@@ -174,15 +182,6 @@ def group_of(name: str) -> str:
         if part in _LAST_PARTS:
             return ".".join(parts[: index + 1])
     return "edit.detector" if name.startswith("edit.detector") else parts[0]
-
-
-def human_bytes(size: float) -> str:
-    """1234567 -> "1.2 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 def _batches(names: Sequence[str], stored: dict[str, StoredTensor]) -> Iterator[list[str]]:

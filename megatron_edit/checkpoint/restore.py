@@ -302,10 +302,12 @@ def _differences(state: TrainingState, candidate: Candidate, weights_only: bool)
         for name in sorted(stored)
         if name.startswith(prefix) and name.removeprefix(prefix) not in state.shapes
     ]
+    # a converted model had no samples: its seq_length is a proposal
+    may_change = (*_MAY_CHANGE, *(("seq_length",) if "converted_from" in saved else ()))
     remarks = [
         f"{name} was {saved['model'][name]} when it was saved, and is {own[name]} now"
         for name in own
-        if name not in (*_GEOMETRY, *_MAY_CHANGE) and own[name] != saved["model"].get(name, own[name])
+        if name not in (*_GEOMETRY, *may_change) and own[name] != saved["model"].get(name, own[name])
     ]
     return differences, remarks
 

@@ -6,6 +6,7 @@ own, so that nothing is left behind when the process is killed.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,12 +19,15 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_edit.checkpoint.collective import on_first_rank
-from megatron_edit.checkpoint.errors import SaveError
-from megatron_edit.checkpoint.folders import FINAL, CheckpointFolder
-from megatron_edit.checkpoint.manifest import Manifest
+from megatron_edit.checkpoint.errors import CheckpointError, SaveError
+from megatron_edit.checkpoint.folders import FINAL
+from megatron_edit.checkpoint.manifest import Manifest, size_problems
+from megatron_edit.checkpoint.save_folder import SaveFolder
+from megatron_edit.checkpoint.shared import wait_until
 from megatron_edit.checkpoint.torch_dist import write_tensors
 
 Say = Callable[[str], None]
+_SECONDS_TO_SEE = 5.0  # what other ranks have written
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Saved:
     bytes: int  # of all files
     seconds: float  # of the writing
     deleted: tuple[int, ...]  # iterations of older checkpoints that made room
+    remark: str = ""  # what is to be said of the folder
 
 
 class CheckpointWriter:
@@ -58,7 +63,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, directory: str | Path, group: dist.ProcessGroup, *, keep: int = 0, say: Say) -> None:
-        self.folder = CheckpointFolder(directory)
+        self.folder = SaveFolder(directory)
         self._group = group
         self._keep = keep
         self._thread: threading.Thread | None = None
@@ -112,6 +117,7 @@ class CheckpointWriter:
         is_final = checkpoint.content["scope"] == "weights"
         name = FINAL if is_final else folder.path(checkpoint.iteration).name
         try:
+            remark = on_first_rank(folder.renew, group)
             aside = on_first_rank(lambda: folder.begin(name), group)
             mine = write_tensors(aside, checkpoint.tensors, group, checkpoint.expected)
             parts: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
@@ -120,16 +126,17 @@ class CheckpointWriter:
             def commit() -> Saved:
                 files = {file: entry for part in parts or [] for file, entry in part.items()}
                 manifest = Manifest(checkpoint.content, files)
+                _look_at_files(aside, manifest)
                 path = folder.commit(name, manifest)
                 deleted: list[int] = []
                 if not is_final:
                     folder.point_to(manifest.iteration)
                     deleted = folder.delete_old(manifest.iteration, self._keep)
                 size = sum(entry.bytes for entry in manifest.files.values())
-                return Saved(path, manifest.iteration, size, time.monotonic() - started, tuple(deleted))
+                return Saved(path, manifest.iteration, size, time.monotonic() - started, tuple(deleted), remark)
 
             return on_first_rank(commit, group)
-        except (OSError, SaveError) as error:
+        except (OSError, SaveError, CheckpointError) as error:
             if dist.get_rank(group) == 0:
                 folder.abandon(name)
             raise SaveError(
@@ -151,3 +158,13 @@ class CheckpointWriter:
             staged.append(replace(tensor, data=buffer))
         torch.cuda.synchronize()
         return staged
+
+
+def _look_at_files(folder: Path, manifest: Manifest) -> None:
+    """Raises SaveError when one process does not see every file of the others: ranks may write on disks of their own.
+
+    What another machine has written may take a moment to be seen; see `shared`.
+    """
+    if not wait_until(lambda: not size_problems(folder, manifest), _SECONDS_TO_SEE):
+        problems = size_problems(folder, manifest)
+        raise SaveError(f"{problems[0]} on {socket.gethostname()}: is the folder one that all ranks share?")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_edit.config.derive import BatchPlan
+from dataclasses import dataclass
+
+from megatron_edit.config.batch_schedule import BatchSchedule
+from megatron_edit.config.derive import BatchPlan, batch_schedule
+from megatron_edit.config.save_size import save_line
 from megatron_edit.config.schema import Config, ModelConfig
+from megatron_edit.config.settings import is_given
 from megatron_edit.config.values import parse_split
 from megatron_edit.sync.methods import METHODS
 from megatron_edit.sync.timetable import Timetable, fragments_of
@@ -51,8 +56,48 @@ def planned_syncs(config: Config) -> int:
     return timetable.syncs_in(0, iterations) + int(ends_apart)
 
 
-def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> str:
-    """Lines on a resolved and checked `config`. `vocab_size`: the tokenizer's, when known."""
+def batch_lines(schedule: BatchSchedule, plan: BatchPlan, train_iters: int) -> list[str]:
+    """The steps of a batch that grows, as far as a run of `train_iters` iterations comes; a long list is cut."""
+    if schedule.is_constant:
+        return []
+    lines, first = [], 1
+    for samples, size, number in schedule.stretches():
+        last = train_iters if number is None else min(train_iters, first + number - 1)
+        if first > train_iters:
+            break
+        microbatches = size * plan.num_microbatches // plan.global_batch_size
+        lines.append(
+            f"  from sample {samples}: global batch {size}, {microbatches} microbatches, iterations {first} to {last}"
+        )
+        first = last + 1
+    shown = lines if len(lines) <= 8 else [*lines[:4], f"  ... {len(lines) - 7} more steps", *lines[-3:]]
+    return ["  that is the batch in the end, and of evaluations; the run has", *shown]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a run that is resumed has behind it. `beyond`: samples after its last whole iteration (a-edit)."""
+
+    iterations: int = 0
+    samples: int = 0
+    beyond: int = 0
+
+
+def length_line(config: Config, schedule: BatchSchedule, done: Done) -> str:
+    """Iterations, samples and tokens of the whole run; those that are `done` may have had other batches."""
+    training = config.training
+    iterations, counted = training.train_iters or 0, done.samples - done.beyond
+    if is_given(config, "train_samples"):
+        iterations = done.iterations + schedule.iterations_until(training.train_samples or 0, counted)
+    samples = schedule.samples_after(max(0, iterations - done.iterations), counted)
+    line = f"length: {iterations} iterations, {samples} samples, {samples * config.model.seq_length} tokens"
+    if done.samples:
+        line += f", of which {done.iterations} iterations and {done.samples} samples are done"
+    return line
+
+
+def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None, done: Done | None = None) -> str:
+    """Lines on a resolved and checked `config`. `vocab_size`: the tokenizer's, when known; `done`: of --load."""
     parallel, training, model = config.parallel, config.training, config.model
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
@@ -66,6 +111,7 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> 
     shown = blocks if len(blocks) <= 8 else [*blocks[:3], "...", blocks[-1]]
     world_size = plan.num_replicas * replica_ranks
     iters, batch = training.train_iters or 0, plan.global_batch_size
+    schedule = batch_schedule(config) or BatchSchedule.constant(batch)
     stage = model.num_layers // pp
     lines = [
         f"mesh: {world_size} ranks = sync {plan.num_replicas} x dp {plan.shard_size} x pp {pp} x cp {cp} x tp {tp}",
@@ -80,7 +126,8 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> 
         f"batch: global {batch} = {plan.num_replicas} replicas x {plan.shard_size} shards x "
         f"{plan.micro_batch_size} micro batch x {plan.num_microbatches} microbatches; replica batch "
         f"{plan.replica_batch_size}",
-        f"length: {iters} iterations, {iters * batch} samples, {iters * batch * model.seq_length} tokens",
+        *batch_lines(schedule, plan, iters),
+        length_line(config, schedule, done or Done()),
     ]
     if config.edit.edit_method == "baseline":
         lines.append("sync: baseline, gradients are averaged over all replicas in every step")
@@ -95,7 +142,10 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None) -> 
         shares = " / ".join(f"{share:.4g}" for share in parse_split(config.data.split))
         lines.append(f"split: training / validation / test = {shares}")
     if vocab_size is not None:
-        lines.append(f"parameters: {count_parameters(model, vocab_size):,} (vocabulary {vocab_size}, not padded)")
+        parameters = count_parameters(model, vocab_size)
+        lines.append(f"parameters: {parameters:,} (vocabulary {vocab_size}, not padded)")
+        if config.checkpoint.save is not None:
+            lines.append(save_line(config, parameters))
     return "\n".join(lines)
 
 

@@ -70,6 +70,8 @@ def check_mesh(config: Config, world_size: int, local_world_size: int) -> Iterat
 def check_batch(config: Config, world_size: int) -> Iterator[str]:
     """Global or replica batch into replicas, shards, micro-batches."""
     training, ranks, replicas = config.training, model_ranks(config), config.edit.edit_num_replicas
+    if training.step_batch_size_schedule:
+        return  # check_batch_schedule
     global_given, replica_given = (
         is_given(config, "global_batch_size"),
         is_given(config, "replica_batch_size"),
@@ -113,15 +115,21 @@ def _batch_flag(config: Config, shard_size: int) -> tuple[str, int, int]:
     return "--replica-batch-size", training.replica_batch_size, shard_size
 
 
-def check_pipeline(config: Config, world_size: int) -> Iterator[str]:
-    """Layers into stages and chunks; the interleaved schedule."""
+def sizes_are_fixed(config: Config) -> bool:
+    """Whether the model's sizes are those of weights that are loaded, or of a named model."""
+    return config.checkpoint.load is not None or config.model.model_size is not None
+
+
+def check_pipeline(config: Config, world_size: int, *, fixed: bool | None = None) -> Iterator[str]:
+    """Layers into stages and chunks; the interleaved schedule. `fixed`: see `check_model`."""
     layers, pp = config.model.num_layers, config.parallel.pipeline_model_parallel_size
     chunk = config.parallel.num_layers_per_virtual_pipeline_stage
     if layers % pp:
+        fixed = sizes_are_fixed(config) if fixed is None else fixed
+        other_model = "" if fixed else f"{nearest_multiples(layers, pp)} layers, or "
         yield (
-            f"--num-layers {layers} is not divisible by {PP} {pp}, and every stage holds the same number "
-            f"of layers: {nearest_multiples(layers, pp)} layers, or a pipeline size of "
-            f"{nearest_divisors(layers, pp)}, would work"
+            f"--num-layers {layers} is not divisible by {PP} {pp}, and every stage holds the same number of layers: "
+            f"{other_model}a pipeline size of {nearest_divisors(layers, pp)}{'' if fixed else ','} would work"
         )
         return
     if chunk is None:
@@ -139,7 +147,7 @@ def check_pipeline(config: Config, world_size: int) -> Iterator[str]:
             f"two or more equal chunks: {works}"
         )
     plan = batch_plan(config, world_size)
-    if plan is not None and plan.num_microbatches % pp:
+    if plan is not None and plan.num_microbatches % pp and not config.training.step_batch_size_schedule:
         batch_flag, value, parts = _batch_flag(config, plan.shard_size)
         works = nearest_multiples(value, plan.micro_batch_size * parts * pp)
         yield (
@@ -148,8 +156,11 @@ def check_pipeline(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def check_model(config: Config) -> Iterator[str]:
-    """Heads, groups, widths and the sequence against each other and tensor / context parallel sizes."""
+def check_model(config: Config, *, fixed: bool | None = None) -> Iterator[str]:
+    """Heads, groups, widths and the sequence against each other and tensor / context parallel sizes.
+
+    `fixed`: the model's sizes cannot be changed, so none are offered; None: as `sizes_are_fixed` says.
+    """
     model, tp, cp = (
         config.model,
         config.parallel.tensor_model_parallel_size,
@@ -169,7 +180,7 @@ def check_model(config: Config) -> Iterator[str]:
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: "
             f"{nearest_divisors(heads, groups)} groups would work"
         )
-    yield from _check_tensor_parallel(model, tp)
+    yield from _check_tensor_parallel(model, tp, sizes_are_fixed(config) if fixed is None else fixed)
     if config.parallel.sequence_parallel and model.seq_length % tp:
         yield (
             f"--sequence-parallel needs a --seq-length that {TP} {tp} divides, not {model.seq_length}: "
@@ -196,7 +207,7 @@ def check_model(config: Config) -> Iterator[str]:
         )
 
 
-def _check_tensor_parallel(model: ModelConfig, tp: int) -> Iterator[str]:
+def _check_tensor_parallel(model: ModelConfig, tp: int, fixed: bool) -> Iterator[str]:
     """Heads, groups and MLP over the tensor parallel ranks. The sizes that are offered suit all three."""
     heads, groups, ffn = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
     assert groups is not None and ffn is not None
@@ -207,10 +218,8 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> Iterator[str]:
         yield f"{why}; {sizes}"
     if ffn % tp:
         also = "" if why else f"; {sizes}"  # once is enough
-        yield (
-            f"--ffn-hidden-size {ffn} is not divisible by {TP} {tp}{also}; or, for a model whose sizes are still to "
-            f"choose, --ffn-hidden-size {nearest_multiples(ffn, tp)}"
-        )
+        other_model = "" if fixed else f"; --ffn-hidden-size {nearest_multiples(ffn, tp)} would work too"
+        yield f"--ffn-hidden-size {ffn} is not divisible by {TP} {tp}{also}{other_model}"
 
 
 def _why_heads_do_not_fit(model: ModelConfig, tp: int) -> str | None:

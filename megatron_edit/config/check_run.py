@@ -10,10 +10,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_edit.config.derive import schedule_lengths
+from megatron_edit.config.derive import batch_schedule, schedule_lengths
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import flag_of, is_given, value_of
-from megatron_edit.config.values import parse_blend, parse_split
+from megatron_edit.config.values import parse_blend, parse_named_sets, parse_split
 
 NEED_MODEL_FILE = (
     "SentencePieceTokenizer",
@@ -40,10 +40,10 @@ def check_length(config: Config) -> Iterator[str]:
         )
     elif not iters_given and not samples_given:
         yield "neither --train-iters nor --train-samples is given: give one, for example --train-iters 1000"
-    elif samples_given and 0 < (training.train_samples or 0) < (training.global_batch_size or 0):
+    elif samples_given and (batch := batch_schedule(config)) and 0 < (training.train_samples or 0) < batch.size_at(0):
         yield (
-            f"--train-samples {training.train_samples} is less than one global batch of "
-            f"{training.global_batch_size}: {training.global_batch_size} or more would work"
+            f"--train-samples {training.train_samples} is less than one global batch of {batch.size_at(0)}: "
+            f"{batch.size_at(0)} or more would work"
         )
 
 
@@ -70,10 +70,12 @@ def _check_schedule_lengths(config: Config) -> Iterator[str]:
     wsd = optimizer.lr_decay_style == "WSD"
     if wsd and optimizer.lr_wsd_decay_iters is None and optimizer.lr_wsd_decay_samples is None:
         yield "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples"
-    if training.train_iters is None or training.global_batch_size is None or training.train_iters == 0:
+    batch = batch_schedule(config)
+    if training.train_iters is None or batch is None or training.train_iters == 0:
         return
-    lengths = schedule_lengths(optimizer, training.train_iters, training.global_batch_size)
-    unit, per = ("iterations", training.global_batch_size) if _in_iterations(config) else ("samples", 1)
+    lengths = schedule_lengths(optimizer, training.train_iters, batch)
+    in_iterations = batch.is_constant and _in_iterations(config)
+    unit, per = ("iterations", batch.last_size) if in_iterations else ("samples", 1)
     warmup, decay, wsd_decay = (f"{n / per:g} {unit}" for n in (lengths.warmup, lengths.decay, lengths.wsd_decay))
     whose = "the run, as --lr-decay-iters is not given" if not _decay_is_given(config) else "--lr-decay-iters/-samples"
     if lengths.warmup >= lengths.decay:
@@ -154,7 +156,9 @@ def check_data(config: Config) -> Iterator[str]:
         yield "no training data: give --data-path, or --train-data-path, or --mock-data"
     for name in given:
         try:
-            parse_blend(value_of(config, name))
+            words = value_of(config, name)
+            for blend in parse_named_sets(words).values() if name == "valid_data_path" else [words]:
+                parse_blend(blend)
         except ValueError as error:
             yield f"{flag_of(name)} {' '.join(value_of(config, name))} {error}"
     try:
@@ -239,8 +243,8 @@ def check_folders(config: Config) -> Iterator[str]:
         yield f"--save-interval {config.checkpoint.save_interval} needs --save DIR"
     yield from _checkpoint_problems(config)
     first_start = save is not None and load is not None and Path(load).absolute() == Path(save).absolute()
-    if load is not None and not os.path.isdir(load) and not first_start:
-        yield (f"--load {load} is not a folder; only a --load that equals --save may be missing, for a first start")
+    if load is not None and not first_start and (reason := _not_a_folder(load)):
+        yield f"--load {load} {reason}"
     for name in ("save", "tensorboard_dir"):
         folder = value_of(config, name)
         if folder is not None and os.path.isfile(folder):
@@ -253,6 +257,17 @@ def check_folders(config: Config) -> Iterator[str]:
             yield f"{flag_of(name)} {file} is a folder, but a file is written there"
         elif file is not None:
             yield from _cannot_write(flag_of(name), Path(file))
+
+
+def _not_a_folder(path: str) -> str:
+    """Why `path` cannot be listed; "" where it can."""
+    try:
+        os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return "is not a folder; only a --load that equals --save may be missing, for a first start"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return ""
 
 
 def _checkpoint_problems(config: Config) -> Iterator[str]:

@@ -8,6 +8,7 @@ from itertools import chain
 
 import psutil
 
+from megatron_edit.config.check_batch_schedule import check_batch_schedule
 from megatron_edit.config.check_layout import check_batch, check_mesh, check_model, check_pipeline
 from megatron_edit.config.check_method import check_method, check_offload
 from megatron_edit.config.check_run import (
@@ -39,6 +40,7 @@ def check(config: Config, world_size: int, local_world_size: int, device: str) -
     related = chain(
         check_mesh(sane, world_size, local_world_size),
         check_batch(sane, world_size),
+        check_batch_schedule(sane, world_size),
         check_pipeline(sane, world_size),
         check_model(sane),
         check_method(sane),

@@ -2,7 +2,8 @@
 
 The first holds the words of --data-path, with blanks or line ends between them; what follows a `#` is a comment. The
 second is JSON: {"train": [...], "valid": [...], "test": [...]}, each the words of --train-data-path and so on, as a
-list or as one string. Both as Megatron-LM reads them; comments are ours.
+list or as one string. Both as Megatron-LM reads them; comments are ours, and so are named validation sets, {"valid":
+{NAME: [...], ...}}.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+
+from megatron_edit.config.values import words_of_named_sets
 
 SPLITS = ("train", "valid", "test")
 
@@ -37,6 +40,8 @@ def read_per_split_data_args(path: str) -> dict[str, Any]:
     values = {}
     for name, words in entries.items():
         words = words.split() if isinstance(words, str) else words
+        if name == "valid" and isinstance(words, dict):
+            words = words_of_named_sets(words)
         if words is None or words == []:
             continue
         if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words):
@@ -47,7 +52,7 @@ def read_per_split_data_args(path: str) -> dict[str, Any]:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # a byte order mark, as Windows editors write, is no text
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.schema import Config, OptimizerConfig
 from megatron_edit.config.settings import SETTINGS, value_of, with_values
 from megatron_edit.sync.methods import METHODS
@@ -63,14 +64,19 @@ def default_num_replicas(config: Config, world_size: int, local_world_size: int)
 
 
 def batch_plan(config: Config, world_size: int) -> BatchPlan | None:
-    """The plan of a resolved config; None when sizes do not divide, which `check` reports."""
+    """The plan of a resolved config; None when sizes do not divide, which `check` reports. Of a batch that grows it is
+    the plan of the last step.
+    """
     replicas, ranks = config.edit.edit_num_replicas, model_ranks(config)
     if replicas is None or world_size % ranks or (world_size // ranks) % replicas:
         return None
     shard_size = world_size // ranks // replicas
     micro_batch_size = config.training.micro_batch_size
     given = config.training.global_batch_size
-    if given is None and config.training.replica_batch_size is not None:
+    if config.training.step_batch_size_schedule:
+        schedule = batch_schedule(config)
+        given = None if schedule is None else schedule.last_size
+    elif given is None and config.training.replica_batch_size is not None:
         given = config.training.replica_batch_size * replicas
     unit = micro_batch_size * shard_size * replicas
     if given is None or given < unit or given % unit:
@@ -78,22 +84,47 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan | None:
     return BatchPlan(replicas, shard_size, micro_batch_size, given // unit)
 
 
-def schedule_lengths(optimizer: OptimizerConfig, train_iters: int, global_batch_size: int) -> ScheduleLengths:
+def batch_schedule(config: Config) -> BatchSchedule | None:
+    """The global batch of every iteration; None when it is not known or does not fit, which `check` reports."""
+    training = config.training
+    try:
+        if training.step_batch_size_schedule:
+            return BatchSchedule.from_steps(training.step_batch_size_schedule, config.model.seq_length)
+        if training.global_batch_size is None:
+            return None
+        if training.rampup_batch_size:
+            return BatchSchedule.from_rampup(training.rampup_batch_size, training.global_batch_size)
+    except ValueError:
+        return None
+    return BatchSchedule.constant(training.global_batch_size)
+
+
+def schedule_lengths(
+    optimizer: OptimizerConfig, train_iters: int, batch: BatchSchedule, first_sample: int = 0
+) -> ScheduleLengths:
     """Lengths in samples from whichever form was given; an unset decay is the run's length.
 
-    Both forms agree: n iterations are n x `global_batch_size` samples. The fraction is of the decay length.
+    Both forms agree: n iterations are the samples of the n iterations after `first_sample`, where the schedule of the
+    learning rate begins; of the final decay those of the n iterations before its end. The fraction is of the decay
+    length.
     """
 
     def samples(iters: int | None, in_samples: int | None) -> int | None:
-        return iters * global_batch_size if iters is not None else in_samples
+        return batch.samples_after(iters, first_sample) - first_sample if iters is not None else in_samples
 
     decay = samples(optimizer.lr_decay_iters, optimizer.lr_decay_samples)
     if decay is None:
-        decay = train_iters * global_batch_size
+        decay = batch.samples_after(train_iters, first_sample) - first_sample
     warmup: float | None = samples(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples)
     if warmup is None:
         warmup = (optimizer.lr_warmup_fraction or 0.0) * decay
-    wsd_decay = samples(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples) or 0
+    wsd_decay = optimizer.lr_wsd_decay_samples or 0
+    if optimizer.lr_wsd_decay_iters is not None:
+        last = batch.iterations_until(first_sample + decay, first_sample)
+        first = max(0, last - optimizer.lr_wsd_decay_iters)
+        wsd_decay = batch.samples_after(last, first_sample) - batch.samples_after(first, first_sample)
+        too_many = max(0, optimizer.lr_wsd_decay_iters - last)  # `check` refuses it by this length
+        wsd_decay += too_many * batch.size_at(first_sample)
     return ScheduleLengths(warmup=warmup, decay=decay, wsd_decay=wsd_decay)
 
 
@@ -181,13 +212,13 @@ def _derived_batch(config: Config, world_size: int) -> dict[str, Any]:
 
 
 def _derived_length(config: Config) -> dict[str, Any]:
-    training = config.training
-    if training.global_batch_size is None:
+    training, batch = config.training, batch_schedule(config)
+    if batch is None:
         return {}
     if training.train_iters is None and training.train_samples is not None:
-        return {"train_iters": training.train_samples // training.global_batch_size}
+        return {"train_iters": batch.iterations_until(training.train_samples)}
     if training.train_samples is None and training.train_iters is not None:
-        return {"train_samples": training.train_iters * training.global_batch_size}
+        return {"train_samples": batch.samples_after(training.train_iters)}
     return {}
 
 

@@ -101,10 +101,11 @@ class Verdict:
 def judge(groups: Sequence[FlagGroup], is_on: Callable[[str], bool]) -> Verdict:
     """Looks at the flags of `groups` that `entry_of` knows. `is_on`: whether a setting's flag is in force.
 
-    Flags that are refused for one reason share one problem.
+    Flags that are refused for one reason share one problem. Of a flag that is given twice the last one counts.
     """
     verdict = Verdict()
-    known = [(flag, values, entry) for flag, values in groups if (entry := entry_of(flag)) is not None]
+    given = dict(groups)
+    known = [(flag, values, entry) for flag, values in given.items() if (entry := entry_of(flag)) is not None]
     verdict.refused_flags = {flag for flag, values, entry in known if not entry.beside and not entry.accepts(values)}
     leading = set(verdict.refused_flags)
     by_reason: dict[tuple[str, str], tuple[list[str], str]] = {}

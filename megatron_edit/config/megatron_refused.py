@@ -322,11 +322,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     # ---- batch, data, length
     Refusal(
-        "a batch that grows during training is not built: the batch is constant",
-        "the batch is constant",
-        flags="--rampup-batch-size --step-batch-size-schedule",
-    ),
-    Refusal(
         "a batch that does not divide is refused, with the sizes that work",
         "the batch is as given",
         flags="--decrease-batch-size-if-needed",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_edit.config.arithmetic import timetable_of
 from megatron_edit.config.check_run import NEED_MODEL_FILE
-from megatron_edit.config.derive import schedule_lengths
+from megatron_edit.config.derive import batch_schedule, schedule_lengths
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import SETTINGS, flag_of, is_given, value_of
 
@@ -64,31 +64,32 @@ def _method_notes(config: Config) -> Iterator[str]:
 
 def _schedule_notes(config: Config) -> Iterator[str]:
     training, optimizer = config.training, config.optimizer
-    iters, batch = training.train_iters, training.global_batch_size
+    iters, batch = training.train_iters, batch_schedule(config)
     if not iters or batch is None:
         return
-    if training.train_samples is not None and training.train_samples != iters * batch:
+    samples = batch.samples_after(iters)
+    if training.train_samples is not None and training.train_samples != samples:
+        what = f"a multiple of the global batch of {batch.last_size}" if batch.is_constant else "at a batch's end"
         yield (
-            f"--train-samples {training.train_samples} is not a multiple of the global batch of {batch}: "
-            f"the run has {iters} iterations, {iters * batch} samples"
+            f"--train-samples {training.train_samples} is not {what}: the run has {iters} iterations, {samples} samples"
         )
     lengths = schedule_lengths(optimizer, iters, batch)
-    if config.edit.edit_method != "baseline" and lengths.warmup > config.edit.edit_warmup_steps * batch:
+    if config.edit.edit_method != "baseline" and lengths.warmup > batch.samples_after(config.edit.edit_warmup_steps):
         yield (
-            f"the learning rate warm-up ends at iteration {lengths.warmup / batch:g}, after the "
+            f"the learning rate warm-up ends at iteration {batch.iteration_at(lengths.warmup):g}, after the "
             f"synchronous warm-up (--edit-warmup-steps {config.edit.edit_warmup_steps}): replicas start to "
             "differ while the rate still rises"
         )
     if optimizer.lr_decay_style == "constant":
         return
-    if lengths.decay < iters * batch:
+    if lengths.decay < samples:
         yield (
-            f"the learning rate decay ends at iteration {lengths.decay / batch:g} of {iters}: the rest of "
+            f"the learning rate decay ends at iteration {batch.iteration_at(lengths.decay):g} of {iters}: the rest of "
             f"the run has --min-lr {optimizer.min_lr:g}"
         )
-    elif lengths.decay > iters * batch:
+    elif lengths.decay > samples:
         yield (
-            f"the learning rate decay is {lengths.decay / batch:g} iterations long, the run {iters}: "
+            f"the learning rate decay is {batch.iteration_at(lengths.decay):g} iterations long, the run {iters}: "
             f"--min-lr {optimizer.min_lr:g} is not reached"
         )
     if optimizer.lr_decay_style != "WSD" and (optimizer.lr_wsd_decay_iters or optimizer.lr_wsd_decay_samples):

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from megatron_edit.config.schema import SECTIONS, Config
-from megatron_edit.config.settings import SETTINGS, Setting, value_of
+from megatron_edit.config.settings import SETTINGS, Setting, as_written, value_of
 
 USAGE = """\
 usage: torchrun --nproc-per-node N pretrain_llama.py [--config FILE.yaml] [--FLAG VALUE ...]
@@ -57,19 +57,15 @@ def print_config(config: Config) -> str:
             continue
         lines.append(f"{section}:")
         rows = [
-            (config.sources.get(s.name, "python"), f"{s.name}: {_as_yaml(_to_expand(s, value_of(config, s.name)))}")
+            (
+                config.sources.get(s.name, "python"),
+                f"{s.name}: {_as_yaml(as_written(s.name, value_of(config, s.name)))}",
+            )
             for s in SETTINGS.values()
             if s.section == section
         ]
         lines += [f"  {'# ' if source == 'derived' else ''}{row}  # {source}" for source, row in rows]
     return "\n".join(lines)
-
-
-def _to_expand(setting: Setting, value: Any) -> Any:
-    """A path as it must stand in the file to be read back the same."""
-    if not setting.is_path or value is None:
-        return value
-    return [word.replace("$", "$$") for word in value] if isinstance(value, list) else value.replace("$", "$$")
 
 
 def _as_yaml(value: Any) -> str:

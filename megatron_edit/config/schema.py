@@ -67,7 +67,7 @@ class ModelConfig:
     rope_scaling_type: str = setting(
         "none", "how rotary frequencies are stretched", choices=("none", "linear", "llama3")
     )
-    rope_scaling_factor: float = setting(8.0, "stretch of the rotary scaling", above=0)
+    rope_scaling_factor: float = setting(8.0, "stretch of the rotary scaling", minimum=1)
     rope_scaling_low_freq_factor: float = setting(1.0, "llama3 scaling: low frequency factor", above=0)
     rope_scaling_high_freq_factor: float = setting(4.0, "llama3 scaling: high frequency factor", above=0)
     rope_scaling_original_max_position_embeddings: int = setting(
@@ -240,17 +240,26 @@ class TrainingConfig:
 
     micro_batch_size: int = setting(1, "samples of one forward pass of one data parallel rank", minimum=1)
     global_batch_size: int | None = setting(
-        None, "samples of one iteration over all replicas; give this or --replica-batch-size", minimum=1
-    )
+        None, "samples of one iteration over all replicas; give this, or --replica-batch-size, or "
+        "--step-batch-size-schedule", minimum=1,
+    )  # fmt: skip
     replica_batch_size: int | None = setting(
         None, "samples of one iteration of one replica; the global batch grows and shrinks with the replicas",
         minimum=1,
+    )  # fmt: skip
+    step_batch_size_schedule: list[str] = setting(
+        [], "the global batch from so many tokens on, in place of the two above: TOKENS:BATCH ..., also with K, M, B "
+        "or T behind a number, like 0:768 250B:1536; as Megatron-LM's", metavar="TOKENS:BATCH",
+    )  # fmt: skip
+    rampup_batch_size: list[str] = setting(
+        [], "start with a global batch of START and raise it by INCREMENT, each over an equal share of SAMPLES, up to "
+        "--global-batch-size; as Megatron-LM's", metavar="START INCREMENT SAMPLES",
     )  # fmt: skip
     train_iters: int | None = setting(None, "optimizer steps of each replica; give this or --train-samples", minimum=0)
     train_samples: int | None = setting(None, "samples over all replicas", minimum=0)
     exit_interval: int | None = setting(None, "save and stop after an iteration that this divides", minimum=1)
     exit_duration_in_mins: float | None = setting(None, "save and stop after this many minutes", above=0)
-    exit_signal_handler: bool = setting(True, "save and stop on SIGTERM, SIGINT or SIGUSR1 to any rank")
+    exit_signal_handler: bool = setting(True, "save and stop on SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank")
     z_loss_coeff: float = setting(
         0.0, "adds this times the mean over tokens of logsumexp(logits)^2 to the loss, which keeps logits small; the "
         "logged lm loss stays without it; 1e-4 in the source; 0 = off", minimum=0,
@@ -303,7 +312,10 @@ class DataConfig:
         [], "corpora: PREFIX, or PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...", metavar="X"
     )
     train_data_path: list[str] = setting([], "corpora of the training split alone", metavar="X")
-    valid_data_path: list[str] = setting([], "corpora of the validation split alone", metavar="X")
+    valid_data_path: list[str] = setting(
+        [], "corpora of the validation split alone; several sets, with a loss each: NAME=PREFIX NAME=PREFIX ..., a set "
+        "may be a blend too: NAME=WEIGHT PREFIX WEIGHT PREFIX", metavar="X",
+    )  # fmt: skip
     test_data_path: list[str] = setting([], "corpora of the test split alone", metavar="X")
     split: str = setting(
         "969,30,1", "shares of training, validation and test documents, in file order; with --data-path"

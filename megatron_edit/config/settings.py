@@ -56,7 +56,9 @@ class Setting:
         if self.choices:
             return "{" + ",".join(self.choices) + "}"
         word = self.metavar or {int: "N", float: "X", str: "TEXT"}.get(self.kind, "X")
-        return f"{word} [{word} ...]" if self.kind is list else word
+        if self.kind is not list or " " in word:  # with blanks it names a fixed number of values
+            return word
+        return f"{word} [{word} ...]"
 
 
 def _settings() -> dict[str, Setting]:
@@ -134,6 +136,13 @@ def completed(setting: Setting, value: Any, environment: Mapping[str, str]) -> A
     if isinstance(value, list):
         return [expand(word, environment) for word in value]
     return expand(value, environment)
+
+
+def as_written(name: str, value: Any) -> Any:
+    """`value` of the setting `name` as it must stand in a file to be read back: the reverse of `completed`."""
+    if not SETTINGS[name].is_path or value is None:
+        return value
+    return [word.replace("$", "$$") for word in value] if isinstance(value, list) else value.replace("$", "$$")
 
 
 def flag_of(name: str) -> str:

@@ -1,9 +1,13 @@
-"""Settings that are small languages: the shares of --split, the blend of --data-path."""
+"""Settings that are small languages: the shares of --split, the blend of --data-path, named validation sets."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -47,6 +51,54 @@ def parse_blend(entries: Sequence[str]) -> list[tuple[float, str]]:
         pairs.append((weight, prefix))
     total = sum(weight for weight, _ in pairs)
     return [(weight / total, prefix) for weight, prefix in pairs]
+
+
+def parse_named_sets(entries: Sequence[str]) -> dict[str, list[str]]:
+    """{name: the words of its blend} of NAME=PREFIX ... or NAME=WEIGHT PREFIX WEIGHT PREFIX ... NAME=...; without any
+    name {"": entries}, one set.
+
+    A word begins a set where it has a "=" with no "/" before it; a prefix that looks like that is written ./a=b. Raises
+    ValueError that names the word: a bad name, one that stands twice, a set of nothing, a word before the first name.
+    """
+    sets: dict[str, list[str]] = {}
+    words: list[str] | None = None
+    for entry in entries:
+        name, equals, first = entry.partition("=")
+        if not equals or "/" in name:
+            if words is None:
+                sets[""] = words = []
+            words.append(entry)
+            continue
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"has the name {name!r}: names are letters, digits, '_', '-' and '.', a letter first, as wiki=PREFIX; "
+                f"a prefix with '=' is written ./{entry}"
+            )
+        if name in sets:
+            raise ValueError(f"has the name {name} twice; one set of several corpora is {name}=PREFIX PREFIX ...")
+        if not first:
+            raise ValueError(f"has nothing behind {entry}: write {name}=PREFIX")
+        sets[name] = words = [first]
+    if "" in sets and len(sets) > 1:
+        raise ValueError(f"has {sets[''][0]!r} before the first NAME=: give every set a name, or none")
+    return sets
+
+
+def words_of_named_sets(sets: Mapping[Any, Any]) -> list[str]:
+    """A mapping of a file, {name: prefix, or list of prefixes and weights}, as `parse_named_sets` takes it.
+
+    Raises ValueError for a name or a value that it cannot have.
+    """
+    words = []
+    for name, blend in sets.items():
+        items = blend if isinstance(blend, list) else [blend]
+        if not _NAME.fullmatch(str(name)):
+            raise ValueError(f"has the name {name!r}: names are letters, digits, '_', '-' and '.', a letter first")
+        if not items or not all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in items):
+            raise ValueError(f"has under {name} no list of prefixes and weights, but {blend!r}")
+        first, *rest = map(str, items)
+        words += [f"{name}={first}", *rest]
+    return words
 
 
 def _number(text: str) -> float | None:

@@ -8,6 +8,7 @@ number belongs is refused, and text stays the text that is written.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ import yaml
 
 from megatron_edit.config.schema import SECTIONS
 from megatron_edit.config.settings import LARGEST_INTEGER, SETTINGS, Setting, completed, value_problem
+from megatron_edit.config.values import words_of_named_sets
 
 
 class _Plain(str):
@@ -52,7 +54,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG, _scalar)
 
 
-def read_yaml(path: str, environment: Mapping[str, str]) -> tuple[dict[str, Any], list[str], set[str]]:
+def read_yaml(path: str, environment: Mapping[str, str] = os.environ) -> tuple[dict[str, Any], list[str], set[str]]:
     """Values by setting name, problems (each names file and key), and the settings whose value is refused.
 
     `environment`: variables for `$VAR` in paths.
@@ -76,6 +78,12 @@ def read_yaml(path: str, environment: Mapping[str, str]) -> tuple[dict[str, Any]
         elif key in values:
             problems.append(f"{where} stands twice")
         else:
+            if key == "valid_data_path" and isinstance(value, dict):
+                try:
+                    value = words_of_named_sets(value)
+                except ValueError as error:
+                    problems.append(f"{where} ({setting.flag}) {error}")
+                    continue
             value, fault = _meant(setting, value, environment)
             if fault:
                 problems.append(f"{where} ({setting.flag}) {fault}")
@@ -172,4 +180,4 @@ def _hint(setting: Setting, value: Any) -> str:
 
 def _nearest_key(key: str) -> list[str]:
     keys = [*SECTIONS, *SETTINGS]
-    return difflib.get_close_matches(key.replace("-", "_").lower(), keys, n=1)
+    return difflib.get_close_matches(key.replace("-", "_").lower(), keys, n=1, cutoff=0.8)

@@ -95,12 +95,14 @@ ARCHITECTURES = {
         ),
         Architecture(
             "qwen2", "Qwen2ForCausalLM", (*_ROWS, *_QKV_BIAS),
-            defaults={**_DEFAULTS, "num_key_value_heads": 32, "head_dim": None, "max_position_embeddings": 32768},
+            defaults={**_DEFAULTS, "num_key_value_heads": 32, "head_dim": None, "max_position_embeddings": 32768,
+                      "use_sliding_window": False},
             always={"add_qkv_bias": True, "add_attention_output_bias": False, "qk_layernorm": False},
         ),
         Architecture(
             "qwen3", "Qwen3ForCausalLM", (*_ROWS, *_QKV_BIAS, *_OUTPUT_BIAS, *_QK_NORMS),
-            defaults={**_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
+            defaults={**_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768,
+                      "use_sliding_window": False},
             switches={"attention_bias": ("add_qkv_bias", "add_attention_output_bias")},
             always={"qk_layernorm": True},
         ),

@@ -6,16 +6,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from megatron_edit.checkpoint.manifest import MANIFEST
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.tokenizer_json import write_byte_tokenizer, write_sentencepiece_tokenizer
 from megatron_edit.convert.weights import Weights
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.tokenizers import ALIASES, Tokenizer, build_tokenizer
 
-JSON, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
+JSON, SENTENCEPIECE, GENERATION = "tokenizer.json", "tokenizer.model", "generation_config.json"
+ASSETS = "tokenizer"  # folder of these files in a converted checkpoint
 FILES = (
     JSON, SENTENCEPIECE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION,
 )  # fmt: skip
 _ROLES = {"bos_token_id": "bos_id", "eos_token_id": "eod_id", "pad_token_id": "pad_id"}
 
@@ -76,12 +78,24 @@ def write_assets(weights: Weights, folder: Path, tokenizer: Path | None) -> list
     path = Path(record["model"])
     if not path.exists():
         raise ConversionError(f"the tokenizer of the run, {path}, is not there any more: give --tokenizer-model PATH")
+    if (generation := generation_config(weights)) is not None:
+        shutil.copyfile(generation, folder / GENERATION)
     return _write_given(folder, path)
+
+
+def generation_config(weights: Weights) -> Path | None:
+    """generation_config.json of the weights, or of the converted ones that their run began with; None without one."""
+    if weights.assets is not None:
+        path = weights.assets / GENERATION
+        return path if path.is_file() else None
+    folder = Path((weights.tokenizer or {}).get("model") or "")
+    is_of_weights = folder.name == ASSETS and (folder.parent / MANIFEST).is_file()  # not just a tokenizer's folder
+    return folder / GENERATION if is_of_weights and (folder / GENERATION).is_file() else None
 
 
 def _write_given(folder: Path, path: Path) -> list[str]:
     if path.is_dir():
-        names = [name for name in FILES if (path / name).is_file() and name != "generation_config.json"]
+        names = [name for name in FILES if (path / name).is_file() and name != GENERATION]
         if not names:
             raise ConversionError(f"--tokenizer-model {path} holds no tokenizer's files ({', '.join(FILES[:4])}, ...)")
         for name in names:

@@ -141,6 +141,8 @@ def _say_what(weights: Weights) -> None:
     which = weights.origin.get("weights", "weights")
     count = parameter_count(weights.model, weights.vocab_size)
     print(f"{weights.folder}: {which}, {count:,} parameters, vocabulary {weights.vocab_size}", flush=True)
+    for note in weights.notes:
+        print(f"note: {note}", flush=True)
 
 
 def _say_written(written: Written, started: float) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_edit.checkpoint.folders import sync_folder
@@ -26,13 +28,17 @@ def check_output(output: Path, overwrite: bool, *inputs: Path) -> None:
 
 
 @contextmanager
-def new_folder(output: Path) -> Iterator[Path]:
-    """A folder beside `output` to write into; it becomes `output` at the end, and goes when something fails."""
+def new_folder(output: Path, overwrite: bool, *inputs: Path) -> Iterator[Path]:
+    """A folder beside `output` to write into; it becomes `output` at the end, and goes when something fails.
+
+    Raises ConversionError when `check_output` does, or while another conversion writes there.
+    """
     aside = output.with_name(output.name + _PARTIAL)
-    if aside.exists():
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
+    lock = _lock(aside, output)
     try:
+        check_output(output, overwrite, *inputs)  # once more: another conversion may have ended since
+        for left in aside.iterdir():  # by one that was killed
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield aside
         sync_folder(aside)
         replaced = output.with_name(output.name + _REPLACED)
@@ -51,3 +57,26 @@ def new_folder(output: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)
+
+
+def _lock(aside: Path, output: Path) -> int:
+    """Makes `aside` and locks it for as long as the descriptor that is returned stays open."""
+    while True:
+        aside.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                os.close(descriptor)
+                raise ConversionError(
+                    f"--output {output}: another conversion is writing there now ({aside}); give each a folder of its "
+                    "own, or wait for its end"
+                ) from None
+            # else a file system without locks: nothing keeps a second one away, as with checkpoints
+        with suppress(FileNotFoundError):  # the other one may have ended between the two calls
+            if os.path.samestat(os.fstat(descriptor), os.stat(aside)):
+                return descriptor
+        os.close(descriptor)

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_edit.config.schema import ModelConfig
+from megatron_edit.config.settings import SETTINGS, value_problem
 from megatron_edit.convert.architectures import ARCHITECTURES, Architecture
 from megatron_edit.convert.errors import ConversionError
+from megatron_edit.convert.hf_rope import KEYS as ROPE_KEYS
+from megatron_edit.convert.hf_rope import read_rope
 
 CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -27,23 +30,20 @@ _SETTING_OF = {  # keys whose value is a setting's
     "initializer_range": "init_method_std",
     "attention_dropout": "attention_dropout",
 }
-_INTEGERS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-             "head_dim", "max_position_embeddings")  # fmt: skip
-_ONLY = {  # keys that would change the result, and the values with which they do not
+_ONLY: dict[str, tuple[Any, ...]] = {  # keys that would change the result, and the values with which they do not
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1, 1.0),
     "use_sliding_window": (False,),
     "rope_interleaved": (False,),
     "use_mrope": (False,),
+    "is_causal": (True,),
+    "per_layer_config": ({},),
+    "transformers_weights": ("model.safetensors",),  # another file with the weights
     "quantization_config": (),
     "compression_config": (),
 }
-_ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+_NULLS = ("num_key_value_heads", "head_dim", "attention_dropout")  # keys for which null has a meaning
 _LONGEST_SAMPLE = 4096  # seq_length of a converted model unless it is meant for less; training flags change it
 
 
@@ -72,17 +72,13 @@ def read_config(folder: Path, max_position_embeddings: int | None = None) -> Hug
     if not isinstance(raw, dict):
         raise ConversionError(f"{path} holds no mapping")
     architecture = _architecture(path, raw)
-    values = {**architecture.defaults, **{key: value for key, value in raw.items() if value is not None}}
-    if raw.get("sliding_window", 0) is None or ("sliding_window" in raw and not raw.get("use_sliding_window", True)):
-        values["sliding_window"] = None
+    values = _values(raw, architecture)
     if max_position_embeddings is not None:
         values["max_position_embeddings"] = max_position_embeddings
-    problems = [*_missing(values), *_refused(values)]
+    rope, rope_problems = read_rope(raw, architecture.defaults["rope_theta"])
+    problems = [*_wrong_values(values, architecture), *_refused(values), *rope_problems]
     if problems:
         raise ConversionError("\n".join(f"{path}: {problem}" for problem in problems))
-    rope, problem = _rope(raw, values["rope_theta"])
-    if problem:
-        raise ConversionError(f"{path}: {problem}")
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values["num_attention_heads"]
     if values["head_dim"] is None:
@@ -109,25 +105,48 @@ def read_config(folder: Path, max_position_embeddings: int | None = None) -> Hug
 def _architecture(path: Path, raw: dict[str, Any]) -> Architecture:
     known = ", ".join(entry.class_name for entry in ARCHITECTURES.values())
     kind, classes = raw.get("model_type"), raw.get("architectures")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         name = classes[0] if isinstance(classes, list) and classes else f"model_type {kind}"
         raise ConversionError(f"{path}: architecture {name} is not known here; known are {known}")
-    entry = ARCHITECTURES[str(kind)]
+    entry = ARCHITECTURES[kind]
     if isinstance(classes, list) and classes and classes != [entry.class_name]:
         raise ConversionError(f"{path}: {classes[0]} is not the language model {entry.class_name}; known are {known}")
     return entry
 
 
-def _missing(values: Mapping[str, Any]) -> Iterator[str]:
-    for key in _SETTING_OF:
+def _values(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """config.json with the class's defaults; a null that has no meaning stays for the check to find."""
+    absent = {key for key, value in raw.items() if value is None and key not in _SETTING_OF}
+    values = {**architecture.defaults, **{key: value for key, value in raw.items() if key not in absent}}
+    if values["attention_dropout"] is None:
+        values["attention_dropout"] = 0.0
+    # transformers reads `use_sliding_window` only in classes that have it: a Mistral's window cannot be switched off
+    off = "use_sliding_window" in architecture.defaults and values["use_sliding_window"] is False
+    if off or raw.get("sliding_window", 0) is None:
+        values["sliding_window"] = None
+    return values
+
+
+def _wrong_values(values: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
+    """Missing keys, wrong types, values out of bounds."""
+    for key, setting in _SETTING_OF.items():
         value = values.get(key)
         if key not in values:
             yield f"{key} is missing"
-        elif key in _INTEGERS and value is not None and (type(value) is not int or value < 1):
-            yield f"{key} {value!r} is no positive integer"
-        elif key not in _INTEGERS and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            yield f"{key} {value!r} is no number"
-    dtype = values.get("dtype", values.get("torch_dtype"))
+        elif value is None:
+            if key not in _NULLS or (key == "head_dim" and architecture.defaults[key] is not None):
+                yield f"{key} is null, and {architecture.class_name} has no meaning for that"
+        elif problem := value_problem(SETTINGS[setting], value):
+            yield f"{key} {problem}"
+    for key in ("tie_word_embeddings", *architecture.switches):
+        if type(values.get(key, False)) is not bool:
+            yield f"{key} must be true or false, not {values[key]!r}"
+    for key in ("vocab_size", "sliding_window"):
+        if values.get(key) is not None and type(values[key]) is not int:
+            yield f"{key} must be an integer, not {values[key]!r}"
+    if not isinstance(values.get("layer_types", []), list):
+        yield f"layer_types must be a list, not {values['layer_types']!r}"
+    dtype = values.get("dtype", values.get("torch_dtype"))  # as in transformers; the weights' own dtype is what counts
     if dtype is not None and dtype not in DTYPES:
         yield f"dtype {dtype!r} is not one of {', '.join(DTYPES)}"
 
@@ -143,28 +162,10 @@ def _refused(values: Mapping[str, Any]) -> Iterator[str]:
             f"sliding_window {window} is below max_position_embeddings {longest}, and windows are not built here; "
             f"with at most {window} tokens it makes no difference: --max-position-embeddings {window} would work"
         )
-    kinds = set(values.get("layer_types") or ()) - {"full_attention"}
-    if kinds:
-        yield f"layer_types {', '.join(sorted(map(str, kinds)))}: only full_attention can be represented"
-
-
-def _rope(raw: dict[str, Any], default_base: float) -> tuple[dict[str, Any], str | None]:
-    """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`; or what is wrong."""
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    base = rope.pop("rope_theta", None) or raw.get("rope_theta") or default_base
-    kind, legacy_kind = rope.pop("rope_type", None), rope.pop("type", None)
-    kind = kind or legacy_kind or "default"
-    if kind not in _ROPE_KEYS:
-        return {}, f"rope type {kind!r} is not built here; known are {', '.join(_ROPE_KEYS)}"
-    needed = _ROPE_KEYS[kind]
-    if rope.pop("partial_rotary_factor", 1) != 1:
-        return {}, "partial_rotary_factor other than 1 cannot be represented"
-    if missing := [key for key in needed if key not in rope]:
-        return {}, f"rope type {kind}: {', '.join(missing)} missing"
-    if extra := [key for key, value in rope.items() if key not in needed and value is not None]:
-        return {}, f"rope type {kind}: {', '.join(extra)} cannot be represented"
-    settings: dict[str, Any] = {"rotary_base": float(base), "rope_scaling_type": "none" if kind == "default" else kind}
-    return {**settings, **{f"rope_scaling_{key}": rope[key] for key in needed}}, None
+    kinds = values.get("layer_types")
+    others = {str(kind) for kind in kinds if kind != "full_attention"} if isinstance(kinds, list) else set()
+    if others:
+        yield f"layer_types {', '.join(sorted(others))}: only full_attention can be represented"
 
 
 def write_config(
@@ -198,4 +199,4 @@ def _written_rope(model: ModelConfig) -> dict[str, Any] | None:
     kind = model.rope_scaling_type
     if kind == "none":
         return None
-    return {"rope_type": kind, **{key: getattr(model, f"rope_scaling_{key}") for key in _ROPE_KEYS[kind]}}
+    return {"rope_type": kind, **{key: getattr(model, f"rope_scaling_{key}") for key in ROPE_KEYS[kind]}}

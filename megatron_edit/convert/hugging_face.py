@@ -23,7 +23,7 @@ from megatron_edit.convert.safetensors_file import StoredTensor, Writer, read_he
 from megatron_edit.convert.weights import Weights, cast, verified
 from megatron_edit.model.names import EMBEDDING, HEAD
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 MAX_SHARD_BYTES = 5_000_000_000  # as transformers writes them
 _NO_WEIGHTS = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed, not learned
 _SHOWN = 8
@@ -39,7 +39,7 @@ class HuggingFaceWeights(Weights):
         self.folder = self.assets = folder
         config = read_config(folder, max_position_embeddings)
         self.architecture, self.model = config.architecture, config.model
-        stored = _stored_tensors(folder)
+        stored, self.notes = _stored_tensors(folder)
         embedding = self.architecture.their_name(EMBEDDING)
         if embedding not in stored:
             raise ConversionError(f"{folder}: {embedding} is missing")
@@ -102,20 +102,36 @@ class HuggingFaceWeights(Weights):
         return True
 
 
-def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors by name. Raises ConversionError for shards that are missing or do not hold what the index says."""
+def _stored_tensors(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
+    """All tensors by name, and what is to be said. Where the weights stand twice, those that transformers takes.
+
+    Raises ConversionError for shards that are missing or do not hold what the index says.
+    """
     index = folder / INDEX
+    if (folder / ADAPTER).exists():
+        raise ConversionError(
+            f"{folder} holds an {ADAPTER}, so that transformers (with peft) puts an adapter on top of these weights: "
+            "merge it into them (merge_and_unload) and save, or move the adapter's files away"
+        )
+    if (folder / SINGLE).exists():
+        notes = []
+        if index.exists():
+            notes = [f"{folder} holds {SINGLE} and {INDEX}: {SINGLE} is read, as transformers does"]
+        return read_header(folder / SINGLE), notes
     if not index.exists():
-        if not (folder / SINGLE).exists():
-            old = " (pytorch_model*.bin are not read: save them as safetensors)" if any(folder.glob("*.bin")) else ""
-            raise ConversionError(f"{folder} holds neither {SINGLE} nor {INDEX}{old}")
-        return read_header(folder / SINGLE)
+        old = " (pytorch_model*.bin are not read: save them as safetensors)" if any(folder.glob("*.bin*")) else ""
+        raise ConversionError(f"{folder} holds neither {SINGLE} nor {INDEX}{old}")
+    return _sharded(folder), []
+
+
+def _sharded(folder: Path) -> dict[str, StoredTensor]:
+    index = folder / INDEX
     try:
         places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = sorted(set(places.values()))
+        missing = [name for name in shards if not (folder / name).is_file()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(f"{index} cannot be read: {error!r}") from None
-    missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         raise ConversionError(f"{index} names {', '.join(missing)}, which is missing")
     stored: dict[str, StoredTensor] = {}
@@ -164,7 +180,7 @@ def write_hugging_face(
     rows = entry.rows_of(weights.model, weights.vocab_size)
     kept = {row.ours: dtype or weights.dtype(row.ours) for row in rows}
     shards = _plan(weights, rows, kept, max_shard_bytes)
-    with new_folder(output) as folder, verified(weights):
+    with new_folder(output, overwrite, weights.folder) as folder, verified(weights):
         notes = write_assets(weights, folder, tokenizer)
         name = str(kept[EMBEDDING]).removeprefix("torch.")
         config = write_config(entry, weights.model, weights.vocab_size, name, asset_ids(folder, weights.origin))

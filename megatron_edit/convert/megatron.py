@@ -13,22 +13,21 @@ import torch
 import yaml
 
 from megatron_edit.checkpoint.errors import CheckpointError
-from megatron_edit.checkpoint.folders import FINAL, CheckpointFolder, complete_checkpoint, write_durably
+from megatron_edit.checkpoint.folders import CheckpointFolder, is_checkpoint, write_durably
 from megatron_edit.checkpoint.inspect import choose
 from megatron_edit.checkpoint.manifest import MANIFEST, Manifest, content_problem, describe_file
 from megatron_edit.checkpoint.torch_dist import TensorReader, write_whole_tensors
 from megatron_edit.checkpoint.training_state import MODEL, local_key, shared_key
 from megatron_edit.config.check_layout import check_model, check_pipeline
 from megatron_edit.config.schema import Config, ConfigError, ModelConfig
-from megatron_edit.config.settings import SETTINGS, with_values
-from megatron_edit.convert.assets import copy_assets, tokenizer_settings
+from megatron_edit.config.settings import SETTINGS, as_written, value_problem, with_values
+from megatron_edit.convert.assets import ASSETS, copy_assets, tokenizer_settings
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.folder import check_output, new_folder
 from megatron_edit.convert.hugging_face import Written
 from megatron_edit.convert.weights import Weights, cast, verified
 
 SETTINGS_FILE = "model.yaml"  # beside a converted checkpoint: --config for training
-ASSETS = "tokenizer"  # folder of the tokenizer's files in it
 _FILE_BYTES = 5_000_000_000.0
 _SHOWN = 8
 _NOT_OF_THE_MODEL = ("model_size", "transformer_impl", "make_vocab_size_divisible_by", "hidden_dropout")
@@ -91,13 +90,8 @@ class MegatronWeights(Weights):
 
 def _newest(directory: Path) -> Any:
     """`final/` has the last sync of a run that ended, which the resumable checkpoint of that iteration lacks."""
-    final = directory / FINAL
-    if (final / MANIFEST).exists() and not (directory / MANIFEST).exists():
-        candidate = complete_checkpoint(final)
-        pointer = CheckpointFolder(directory).pointer()
-        if pointer is None or pointer <= candidate.manifest.iteration:
-            return candidate
-    return choose(directory, None)
+    final = None if is_checkpoint(directory) else CheckpointFolder(directory).final_to_load()
+    return final or choose(directory, None)
 
 
 def _prefix(folder: Path, content: dict[str, Any], replica: int | None) -> tuple[str, str]:
@@ -120,6 +114,8 @@ def _model_of(saved: dict[str, Any], folder: Path) -> ModelConfig:
     known = {field.name for field in fields(ModelConfig)}
     if unknown := sorted(saved.keys() - known):
         raise CheckpointError(f"{folder} was saved with model settings unknown here: {', '.join(unknown)}")
+    if wrong := [f"{name} {problem}" for name in saved if (problem := value_problem(SETTINGS[name], saved[name]))]:
+        raise CheckpointError(f"{folder} was saved with model settings that cannot be: {'; '.join(wrong)}")
     return ModelConfig(**saved)
 
 
@@ -129,7 +125,7 @@ def layout_settings(weights: Weights, tensor: int, pipeline: int, layers_per_chu
     if layers_per_chunk is not None:
         settings["num_layers_per_virtual_pipeline_stage"] = layers_per_chunk
     config = with_values(Config(model=weights.model), settings, "flag")
-    problems = [*check_model(config), *check_pipeline(config, tensor * pipeline)]
+    problems = [*check_model(config, fixed=True), *check_pipeline(config, tensor * pipeline, fixed=True)]
     if problems:
         raise ConfigError(problems)
     return {name: value for name, value in settings.items() if value != SETTINGS[name].default}
@@ -158,7 +154,7 @@ def write_megatron(
         progress(name)
         return cast(name, weights.read(name), kept[name])
 
-    with new_folder(output) as folder, verified(weights):
+    with new_folder(output, overwrite, weights.folder) as folder, verified(weights):
         files = write_whole_tensors(folder, tensors, produce, _FILE_BYTES)
         copied = copy_assets(weights, folder / ASSETS)
         settings, tokenizer, notes = tokenizer_settings(folder / ASSETS, output / ASSETS, weights)
@@ -187,5 +183,5 @@ def _settings_file(weights: Weights, others: dict[str, Any]) -> str:
     }
     return (
         "# Settings of the converted model, for `pretrain_llama.py --config`. seq_length is a proposal.\n"
-        + yaml.safe_dump({**model, **others}, sort_keys=False)
+        + yaml.safe_dump({n: as_written(n, v) for n, v in {**model, **others}.items()}, sort_keys=False)
     )

@@ -30,7 +30,7 @@ from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.torch_dist import METADATA, TensorReader
 from megatron_edit.config.derive import resolve
 from megatron_edit.config.schema import Config, ModelConfig
-from megatron_edit.config.settings import SETTINGS, with_values
+from megatron_edit.config.settings import SETTINGS, value_problem, with_values
 from megatron_edit.config.yaml_file import read_yaml
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.weights import Weights
@@ -218,8 +218,12 @@ def _model(folder: Path, arguments: dict[str, Any], config: Path | None) -> Mode
     if arguments.get("use_rope_scaling"):
         settings |= {"rope_scaling_type": "llama3", "rope_scaling_factor": arguments.get("rope_scaling_factor", 8.0)}
     elif (factor := arguments.get("rotary_seq_len_interpolation_factor")) is not None:
-        settings |= {"rope_scaling_type": "linear", "rope_scaling_factor": float(factor)}
-    settings["rotary_base"] = float(settings.get("rotary_base", 10000.0))
+        settings |= {"rope_scaling_type": "linear", "rope_scaling_factor": factor}
+    settings["rotary_base"] = settings.get("rotary_base", 10000.0)
+    problems = [f"{name} {problem}" for name in settings if (problem := value_problem(SETTINGS[name], settings[name]))]
+    if problems:
+        raise ConversionError(f"{folder}, arguments of the run:\n  " + "\n  ".join(problems))
+    settings["rotary_base"] = float(settings["rotary_base"])
     resolved = resolve(with_values(Config(), {**settings, **given}, "flag"), 1, 1, "cpu").model
     if resolved.kv_channels is None:
         raise ConversionError(f"{folder}: hidden_size is no multiple of num_attention_heads, kv_channels is missing")

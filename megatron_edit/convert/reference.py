@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Reads token ids [B][S] as JSON; writes fp32 logits [B, S, V] and the outputs of the layers [B, S, H]."""
+    """Reads token ids [B][S] as JSON; writes fp32 logits [B, S, V], the outputs of the layers [B, S, H], and "spread":
+    the largest absolute difference of the logits between two ways of transformers to compute the attention."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--tokens", type=Path, required=True)
@@ -23,7 +24,9 @@ def main() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        arguments.model, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
     found: dict[str, torch.Tensor] = {}
 
     def keep(number: int):  # type: ignore[no-untyped-def]
@@ -32,11 +35,15 @@ def main() -> None:
 
         return hook
 
-    for number, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(keep(number))
+    hooks = [layer.register_forward_hook(keep(number)) for number, layer in enumerate(model.model.layers)]
     with torch.no_grad():
         tokens = torch.tensor(json.loads(arguments.tokens.read_text()))
         found["logits"] = model(tokens, use_cache=False).logits.float().contiguous()
+        for hook in hooks:
+            hook.remove()
+        model.config._attn_implementation = "eager"
+        again = model(tokens, use_cache=False).logits.float()
+    found["spread"] = (again - found["logits"]).abs().max()
     save_file(found, arguments.output)
 
 

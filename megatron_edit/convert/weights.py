@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +26,7 @@ class Weights(ABC):
     """One model's weights, not yet read. Tensors are whole, without padding, on the CPU, in their stored dtype.
 
     `vocab_size`: rows of the embedding. `origin`: JSON that says where they come from, for the record.
-    `assets`: folder with the tokenizer's files, None when none is known.
+    `assets`: folder with the tokenizer's files, None when none is known. `notes`: what the user should know.
     """
 
     folder: Path
@@ -34,6 +34,7 @@ class Weights(ABC):
     vocab_size: int
     origin: dict[str, Any]
     assets: Path | None = None
+    notes: Sequence[str] = ()
     tokenizer: dict[str, Any] | None = None  # type and model of --tokenizer-type and --tokenizer-model
 
     @abstractmethod

@@ -6,8 +6,8 @@ import json
 import os
 import re
 import signal
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -36,9 +36,12 @@ class TokenizerSpec:
     tokenizer_type: str
     tokenizer_model: str | None = None
     vocab_size: int | None = None
+    parse_special_tokens: bool = False
 
     def build(self) -> Tokenizer:
-        return build_tokenizer(self.tokenizer_type, self.tokenizer_model, self.vocab_size)
+        return build_tokenizer(
+            self.tokenizer_type, self.tokenizer_model, self.vocab_size, parse_special_tokens=self.parse_special_tokens
+        )
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,15 @@ class Piece:
     is_first: bool
     is_last: bool
     replaced: int  # in the whole document, told with its first piece
+    special_tokens: frozenset[str] = frozenset()  # spelled in the whole document, likewise
 
 
 @dataclass
 class TokenBatch:
-    """The documents of a batch for one key: ids one after the other, and lengths; what was left out."""
+    """The documents of a batch for one key: ids one after the other, and lengths; what was left out.
+
+    `marked`: documents that spell special tokens, `special_tokens`: documents that spell each of them.
+    """
 
     tokens: np.ndarray
     lengths: list[int]
@@ -86,6 +93,13 @@ class TokenBatch:
     replaced: int = 0
     problems: list[tuple[int, str]] = field(default_factory=list)  # line in the portion, what is wrong
     goes_on: bool = False  # the first length is the rest of the last document
+    marked: int = 0
+    special_tokens: Counter[str] = field(default_factory=Counter)
+
+    def add_special_tokens(self, spelled: Collection[str]) -> None:
+        """Of one document."""
+        self.marked += bool(spelled)
+        self.special_tokens.update(spelled)
 
 
 def raw_batches(
@@ -188,14 +202,18 @@ def tokenize_batch(batch: RawBatch, keys: Sequence[str], tokenizer: Tokenizer, a
             ids += tokens
             result.lengths.append(len(tokens))
             result.replaced += document.replaced
+            result.add_special_tokens(tokenizer.special_tokens_in(document.text or ""))
         result.tokens = np.array(ids, dtype=dtype)
         results.append(result)
     return results
 
 
-def cut_long_text(text: str) -> Iterator[str]:
+def cut_long_text(text: str, uncut: re.Pattern[str] | None = None) -> Iterator[str]:
     """Pieces of at most LONG characters that are the text when joined; each but the first begins with a space that
-    stands alone, where the second half of the piece before has one: there, tokenizers begin a new word anyway."""
+    stands alone, where the second half of the piece before has one: there, tokenizers begin a new word anyway.
+
+    uncut: no piece ends inside or right behind a match, nor in white space before one (a special token may take that).
+    """
     start = 0
     while len(text) - start > LONG:
         end = start + LONG
@@ -204,12 +222,21 @@ def cut_long_text(text: str) -> Iterator[str]:
         if end == start + LONG:  # text without such spaces
             line_end = text.rfind("\n", start + LONG // 2, end)
             end = end if line_end < 0 else line_end + 1
+        for match in uncut.finditer(text, end - LONG // 16, end + LONG // 16) if uncut is not None else ():
+            begin = match.start()
+            while begin > start and text[begin - 1].isspace():
+                begin -= 1
+            if start < begin < end <= match.end():
+                end = begin
+                break
         yield text[start:end]
         start = end
     yield text[start:]
 
 
-def long_document(batch: RawBatch, keys: Sequence[str]) -> Iterator[Piece | list[TokenBatch]]:
+def long_document(
+    batch: RawBatch, keys: Sequence[str], tokenizer: Tokenizer
+) -> Iterator[Piece | list[TokenBatch]]:
     """The one document of a batch: pieces of its text for each key; or, of what is no text, what became of it."""
     for index in range(len(keys)):
         (document,) = decoded(batch, keys, index)
@@ -222,10 +249,14 @@ def long_document(batch: RawBatch, keys: Sequence[str]) -> Iterator[Piece | list
             yield nothing
             continue
         start = 0
-        for piece in cut_long_text(text):
+        spelled = frozenset(tokenizer.special_tokens_in(text))
+        for piece in cut_long_text(text, tokenizer.special_pattern if tokenizer.parse_special_tokens else None):
             end = start + len(piece)
-            replaced = 0 if start else document.replaced
-            yield Piece(index, piece, is_first=start == 0, is_last=end == len(text), replaced=replaced)
+            first = start == 0
+            yield Piece(
+                index, piece, is_first=first, is_last=end == len(text),
+                replaced=document.replaced if first else 0, special_tokens=spelled if first else frozenset(),
+            )  # fmt: skip
             start = end
 
 
@@ -240,6 +271,7 @@ def tokenize_piece(piece: Piece, keys: Sequence[str], tokenizer: Tokenizer, appe
     results[piece.key_index] = TokenBatch(
         np.array(tokens, dtype=dtype), [len(tokens)], replaced=piece.replaced, goes_on=not piece.is_first
     )
+    results[piece.key_index].add_special_tokens(piece.special_tokens)
     return results
 
 
@@ -310,7 +342,7 @@ def token_batches(
                 yield batch, batch, True
                 continue
             light = RawBatch(batch.portion, [], batch.after, batch.bytes_read)  # without the long text
-            for part in long_document(batch, keys):
+            for part in long_document(batch, keys, tokenizer):
                 yield part, light, False
             yield [], light, True
 

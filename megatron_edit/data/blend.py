@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from megatron_edit.config.values import parse_named_sets
 from megatron_edit.data.errors import DataError
 
 SPLITS = ("train", "valid", "test")
@@ -122,7 +123,8 @@ def resolve_sources(
 ) -> dict[str, SplitSource | None]:
     """Source of each split ("train", "valid", "test"; None where there is none).
 
-    Either --data-path with --split, or a path for each split; `split` does nothing in the second case.
+    Either --data-path with --split, or a path for each split; `split` does nothing in the second case. Of several named
+    validation sets each is a split of its own, "valid:NAME" in the place of "valid", see `validation_splits`.
 
     Raises:
         DataError: both ways or none given, no training data, or what the parsers raise.
@@ -139,7 +141,10 @@ def resolve_sources(
             raise DataError("no training data: give --data-path, or --train-data-path, or --mock-data")
         for name in given:
             flag = f"--{name}-data-path"
-            sources[name] = SplitSource(flag, parse_blend(per_split[name] or (), flag))
+            if name == "valid":
+                sources |= _validation_sources(per_split[name] or (), flag)
+            else:
+                sources[name] = SplitSource(flag, parse_blend(per_split[name] or (), flag))
         return sources
     blend = parse_blend(data_path)
     start = 0.0
@@ -150,3 +155,30 @@ def resolve_sources(
     if sources["train"] is None:
         raise DataError(f"--split {split}: the share of training is 0")
     return sources
+
+
+def _validation_sources(words: Sequence[str], flag: str) -> dict[str, SplitSource]:
+    try:
+        sets = parse_named_sets([str(word) for word in words])
+    except ValueError as error:
+        raise DataError(f"{flag} {' '.join(map(str, words))} {error}") from None
+    sources = {}
+    for name, blend in sets.items():
+        shown = f"{flag} {name}=" if name else flag
+        sources[f"valid:{name}" if name else "valid"] = SplitSource(shown, parse_blend(blend, shown))
+    return sources
+
+
+def validation_splits(sources: Mapping[str, SplitSource | None]) -> list[str]:
+    """The splits to validate on that have a source: "valid", or "valid:NAME" of each set in the order given."""
+    return [split for split, source in sources.items() if source is not None and is_validation(split)]
+
+
+def is_validation(split: str) -> bool:
+    """Whether it is "valid", or a named set of it."""
+    return split.partition(":")[0] == "valid"
+
+
+def set_name(split: str) -> str | None:
+    """NAME of "valid:NAME"; None of a split that is not a named set."""
+    return split.partition(":")[2] or None

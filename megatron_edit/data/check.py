@@ -60,7 +60,8 @@ def check_data_files(
     notes: list[str] = []
     if document_ends.flags and tokenizer.eod_id is None:
         problems.append(f"{document_ends.flags[0]} needs an end id, and the {tokenizer.name} given has none")
-    opened: dict[str, IndexedFiles | None] = {}
+    present = {name: source for name in wanted if (source := sources[name]) is not None}
+    measured: dict[str, dict[str, _Share] | None] = {}
     for name in wanted:
         source = sources[name]
         if source is None:
@@ -68,19 +69,35 @@ def check_data_files(
                             f"--split, or --{name}-data-path")  # fmt: skip
             continue
         for prefix in source.blend.prefixes:
-            if prefix not in opened:
-                opened[prefix] = _open(prefix, tokenizer, document_ends, problems, notes)
-        files = [opened[prefix] for prefix in source.blend.prefixes]
-        if None not in files:
-            _check_size(name, source, [f for f in files if f is not None], seq_length, problems, notes)
+            if prefix not in measured:
+                parts = {split: one for split, one in present.items() if prefix in one.blend.prefixes}
+                measured[prefix] = _measure(prefix, parts, tokenizer, document_ends, problems, notes)
+        shares = [share[name] for prefix in source.blend.prefixes if (share := measured[prefix]) is not None]
+        if len(shares) == len(source.blend.prefixes):
+            _check_size(name, source, shares, seq_length, problems, notes)
     if problems:
         raise DataError("\n".join(problems))
     return notes
 
 
-def _open(
-    prefix: str, tokenizer: Tokenizer, document_ends: DocumentEnds, problems: list[str], notes: list[str]
-) -> IndexedFiles | None:
+@dataclass(frozen=True)
+class _Share:
+    """What a split has of a corpus."""
+
+    documents: int
+    documents_of_corpus: int
+    tokens: int
+
+
+def _measure(
+    prefix: str,
+    parts: Mapping[str, SplitSource],
+    tokenizer: Tokenizer,
+    document_ends: DocumentEnds,
+    problems: list[str],
+    notes: list[str],
+) -> dict[str, _Share] | None:
+    """Checks one corpus; the share of each of the splits `parts`. Its files are closed again: there may be many."""
     try:
         files = IndexedFiles(prefix)
         manifest = Manifest.read(prefix)
@@ -90,7 +107,12 @@ def _open(
     except DataError as error:
         problems.append(str(error))
         return None
-    return files
+    shares = {}
+    for name, source in parts.items():
+        first, last = source.documents(len(files.lengths))
+        begin, end = files.documents_range(first, last)
+        shares[name] = _Share(last - first, len(files.lengths), end - begin)
+    return shares
 
 
 def _check_tokenizer(files: IndexedFiles, manifest: Manifest | None, tokenizer: Tokenizer) -> list[str]:
@@ -127,24 +149,19 @@ def _check_tokenizer(files: IndexedFiles, manifest: Manifest | None, tokenizer: 
 def _check_size(
     name: str,
     source: SplitSource,
-    files: Sequence[IndexedFiles],
+    shares: Sequence[_Share],
     seq_length: int,
     problems: list[str],
     notes: list[str],
 ) -> None:
-    documents = tokens = samples = 0
-    short: list[str] = []
-    for corpus in files:
-        first, last = source.documents(len(corpus.lengths))
-        begin, end = corpus.documents_range(first, last)
-        documents, tokens = documents + last - first, tokens + end - begin
-        samples += samples_of(end - begin, seq_length)
-        if samples_of(end - begin, seq_length) == 0:
-            short.append(
-                f"the {name} split of {corpus.prefix} is too short: {end - begin} tokens in {last - first} "
-                f"of its {len(corpus.lengths)} documents, one sample of --seq-length {seq_length} needs "
-                f"{seq_length + 1}"
-            )
+    short = [
+        f"the {name} split of {prefix} is too short: {share.tokens} tokens in {share.documents} of its "
+        f"{share.documents_of_corpus} documents, one sample of --seq-length {seq_length} needs {seq_length + 1}"
+        for prefix, share in zip(source.blend.prefixes, shares, strict=True)
+        if samples_of(share.tokens, seq_length) == 0
+    ]
+    documents, tokens = sum(share.documents for share in shares), sum(share.tokens for share in shares)
+    samples = sum(samples_of(share.tokens, seq_length) for share in shares)
     # Without weights the corpora count as one, so a short one among them does no harm.
     if short and (source.blend.weights is not None or samples == 0):
         problems.extend(short)

@@ -4,7 +4,8 @@ Rules, the same for every tokenizer and every number of workers and partitions:
 - A document is a text of a JSON line or Parquet row (one corpus for each key), or of a plain text file (TextUnit).
 - Documents without a character other than white space are left out and counted, and so are those that the
   tokenizer turns into nothing. Blank lines of a JSON-lines file are passed over.
-- A document becomes the ids of its text, and one end id after them with --append-eod. Nothing else.
+- A document becomes the ids of its text, and one end id after them with --append-eod. Nothing else: a special token
+  that a text spells is text, and counted; with --parse-special-tokens it becomes its id.
 - Half of a surrogate pair, which JSON can spell and UTF-8 cannot, becomes U+FFFD, counted. A byte order mark at the
   start of a file is dropped.
 - Bytes that are no UTF-8, a broken JSON line, or one without the key end the work, naming file and line; with
@@ -15,32 +16,29 @@ Rules, the same for every tokenizer and every number of workers and partitions:
 from __future__ import annotations
 
 import signal
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any, Literal
 
 from megatron_edit.data.batches import TokenBatch, TokenizerSpec, end_with_parent, raw_batches, token_batches
 from megatron_edit.data.errors import DataError
+from megatron_edit.data.formats import Kind
 from megatron_edit.data.indexed import IndexedWriter, token_dtype
-from megatron_edit.data.inputs import InputFile, Kind, Portion, TextUnit, find_inputs, lines_before, portions
+from megatron_edit.data.inputs import InputFile, Portion, TextUnit, find_inputs, lines_before, portions
 from megatron_edit.data.merge import merge_corpora, remove_corpus
-from megatron_edit.data.progress import Progress
+from megatron_edit.data.progress import Progress, log_to_stderr
 from megatron_edit.data.restart import Journal, Position
 
 __all__ = ["CorpusReport", "TextUnit", "TokenizerSpec", "preprocess"]
 
 OnError = Literal["fail", "skip"]
 NAMED_PROBLEMS = 10
+NAMED_TOKENS = 5
 Log = Callable[[str], None]
-
-
-def log_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -53,13 +51,35 @@ class CorpusReport:
     skipped_documents: int = 0
     replaced_characters: int = 0
     failed_documents: int = 0
+    marked_documents: int = 0  # that spell special tokens
+    special_tokens: dict[str, int] = field(default_factory=dict)  # documents that spell each of them
+    parsed: bool = False  # whether those became the ids of the special tokens
 
     def __str__(self) -> str:
-        return (
+        counts = (
             f"{self.prefix}: {self.documents} documents, {self.tokens} tokens; {self.skipped_documents} "
             f"empty documents skipped, {self.failed_documents} left out for errors, "
             f"{self.replaced_characters} characters replaced"
         )
+        if not self.marked_documents:
+            return counts
+        ordered = sorted(self.special_tokens.items(), key=lambda entry: (-entry[1], entry[0]))
+        shown = ", ".join(f"{token} in {count}" for token, count in ordered[:NAMED_TOKENS])
+        more = ", ..." if len(ordered) > NAMED_TOKENS else ""
+        became = "they became its ids" if self.parsed else (
+            "they became plain text like any other; with --parse-special-tokens they become its ids"
+        )  # fmt: skip
+        return (
+            f"{counts}\n{self.marked_documents} documents spell special tokens of the tokenizer ({shown}{more}): "
+            f"{became}"
+        )
+
+    def add_part(self, part: CorpusReport) -> None:
+        """What became of another part of the input."""
+        for name, value in vars(part).items():
+            if isinstance(value, int) and not isinstance(value, bool):
+                setattr(self, name, getattr(self, name) + value)
+        self._add_special_tokens(part.special_tokens)
 
     def add(self, batch: TokenBatch) -> None:
         self.documents += len(batch.lengths) - batch.goes_on
@@ -67,6 +87,12 @@ class CorpusReport:
         self.skipped_documents += batch.skipped
         self.replaced_characters += batch.replaced
         self.failed_documents += len(batch.problems)
+        self.marked_documents += batch.marked
+        self._add_special_tokens(batch.special_tokens)
+
+    def _add_special_tokens(self, counts: Mapping[str, int]) -> None:
+        for token, count in counts.items():
+            self.special_tokens[token] = self.special_tokens.get(token, 0) + count
 
 
 @dataclass(frozen=True)
@@ -120,10 +146,15 @@ def preprocess(
     if not json_keys or len(set(json_keys)) < len(json_keys):
         raise DataError(f"--json-keys {' '.join(json_keys)}: give each key once")
     _check_partitions(inputs, workers, partitions, partition)
-    files = find_inputs(inputs, json_keys, input_kind)
+    files = find_inputs(inputs, json_keys, input_kind, log)
     tokenizer = spec.build()
     if append_eod and tokenizer.eod_id is None:
         raise DataError(f"--append-eod: the {tokenizer.name} given has no end id (eos_token); leave the flag out")
+    if spec.parse_special_tokens and not tokenizer.special_tokens:
+        raise DataError(
+            f"--parse-special-tokens: the {tokenizer.name} given has no special token that a text could spell; leave "
+            "the flag out"
+        )
     job = Job(tuple(files), spec, tuple(json_keys), append_eod, text_unit, on_error, 0, partitions)
     options: dict[str, Any] = {"log_interval": log_interval, "checkpoint_seconds": checkpoint_seconds}
     if partitions == 1:
@@ -182,9 +213,9 @@ def _run_partitions(
     reports = []
     for index, key in enumerate(job.keys):
         mine = [result[index] for result in results]
-        report = CorpusReport(f"{output_prefix}_{key}_document")
-        for name in (field.name for field in fields(report) if field.name != "prefix"):
-            setattr(report, name, sum(getattr(part, name) for part in mine))
+        report = CorpusReport(f"{output_prefix}_{key}_document", parsed=job.spec.parse_special_tokens)
+        for one in mine:
+            report.add_part(one)
         _check_not_empty(report)
         reports.append(report)
     for index, report in enumerate(reports):
@@ -250,7 +281,8 @@ def run_job(
     from there. A part of several may be empty: then it is only noted.
     """
     tokenizer = job.spec.build()
-    reports = [CorpusReport(f"{output_prefix}_{key}_document") for key in job.keys]
+    parsed = job.spec.parse_special_tokens
+    reports = [CorpusReport(f"{output_prefix}_{key}_document", parsed=parsed) for key in job.keys]
     journal = Journal(output_prefix, job, tokenizer.fingerprint)
     found = journal.read(log)
     if found is not None and found.finished:
@@ -295,7 +327,7 @@ def run_job(
             if report.documents:
                 writer.prepare(
                     tokenizer, job.append_eod, report.skipped_documents, report.replaced_characters,
-                    report.failed_documents,
+                    report.failed_documents, report.marked_documents,
                 )  # fmt: skip
         for report, writer in zip(reports, writers, strict=True):
             if report.documents:

@@ -1,34 +1,31 @@
-"""Samples of one split: megatron-core's GPTDataset for one epoch, in file order.
+"""Samples of one split: those of megatron-core's GPTDataset for one epoch, in file order.
 
-Order is not this file's business (see order.py). Therefore each rank builds its index by itself, in memory,
-and keeps no index files: without shuffling the index is a function of the document lengths alone, 20 million
-documents take 0.15 s (one core, 4 + 8 bytes a document and sample). Nothing has to be waited for, shared
-between nodes, renamed, or noticed to be stale.
+Order is not this file's business (see order.py). Without shuffling, a sample is one piece of the file, at a place
+that follows from its number. So there is no index of samples: nothing has to be built, waited for, shared between
+nodes, renamed, or noticed to be stale.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
-from megatron.core.datasets import helpers
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.utils import Split
 
 from megatron_edit.data.blend import SplitSource, parse_blend, parse_split, resolve_sources
-from megatron_edit.data.check import NO_ENDS, DocumentEnds, check_data_files
+from megatron_edit.data.check import NO_ENDS, DocumentEnds, check_data_files, samples_of
 from megatron_edit.data.errors import DataError
+from megatron_edit.data.indexed import IndexedFiles
+from megatron_edit.data.open_files import OpenFiles, TokenFile
 from megatron_edit.data.order import SampleOrder, evaluation_order, mix64
 from megatron_edit.data.tokenizers import Tokenizer
 
 __all__ = [
+    "CorpusDataset",
     "DocumentEnds",
-    "FileOrderGPTDataset",
     "MockDataset",
     "SampleDataset",
     "SplitDatasets",
@@ -54,19 +51,6 @@ class SampleDataset(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
 
-class _CoreTokenizer:
-    """The little of a tokenizer that megatron-core's datasets ask for.
-
-    No pad id on purpose: every sample is full, and megatron-core would take the loss of each token that has
-    the pad id, which for tokenizers that pad with their end id are the true end marks.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.vocab_size = tokenizer.vocab_size
-        self.eod = -2 if tokenizer.eod_id is None else tokenizer.eod_id  # -2: equal to no id
-        self.unique_identifiers = OrderedDict(fingerprint=tokenizer.fingerprint)
-
-
 def number_documents(tokens: torch.Tensor, eod_id: int) -> torch.Tensor:
     """tokens [S] -> number [S] int64 of the document, counted in the sample from 0; an end id ends its own."""
     ends = torch.cumsum(tokens == eod_id, dim=0)
@@ -80,49 +64,55 @@ def positions_in_documents(document_ids: torch.Tensor) -> torch.Tensor:
     return positions - starts
 
 
-class FileOrderGPTDataset(GPTDataset):
-    """One split of one corpus; sample i is the tokens i*S .. i*S + S of its documents, laid end to end."""
+class CorpusDataset:
+    """One split of one corpus; sample i is the tokens i*S .. i*S + S of its documents, laid end to end: neighbours
+    share one token, a rest that is too short is dropped.
 
-    document_ends = NO_ENDS
+    Args:
+        tokens: the ids of the corpus, of `dtype`.
+        begin, end: range of the split in them; its documents lie side by side (the checks of `IndexedFiles` say so).
+    """
 
-    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, range]:
-        sample_index = helpers.build_sample_idx(
-            self.dataset.sequence_lengths,
-            self.indices,
-            self.config.sequence_length,
-            1,  # epoch
-            int(self.dataset.sequence_lengths[self.indices].sum(dtype=np.int64)),
-        )
-        return self.indices, sample_index, range(len(sample_index) - 1)
+    def __init__(
+        self, tokens: TokenFile, dtype: np.dtype, begin: int, end: int, *, seq_length: int, tokenizer: Tokenizer,
+        document_ends: DocumentEnds = NO_ENDS,
+    ) -> None:  # fmt: skip
+        self.tokens, self._dtype, self._begin = tokens, dtype, begin
+        self._num_samples, self._seq_length = samples_of(end - begin, seq_length), seq_length
+        self._vocab_size, self._document_ends = tokenizer.vocab_size, document_ends
+        self._eod = -2 if tokenizer.eod_id is None else tokenizer.eod_id  # -2: equal to no id
+
+    def __len__(self) -> int:
+        return self._num_samples
 
     def __getitem__(self, index: int) -> Sample:
-        """What GPTDataset gives, read as one piece: the documents of a split lie side by side in the file (the checks
-        of `IndexedFiles` include it), and megatron-core collects a sample document by document."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        length, stored = self.config.sequence_length, self.dataset.index
-        first_byte = int(stored.sequence_pointers[self.indices[0]])
-        offset = first_byte + index * length * stored.dtype_size
-        ids = self.dataset.bin_reader.read(stored.dtype, length + 1, offset)  # [S + 1]
+        """Raises DataError: the file is not what it was, or holds an id outside the vocabulary."""
+        if not 0 <= index < self._num_samples:
+            raise IndexError(f"sample {index} of {self._num_samples}")
+        length = self._seq_length
+        offset = (self._begin + index * length) * self._dtype.itemsize
+        ids = self.tokens.read(self._dtype, length + 1, offset)  # [S + 1]
+        for wrong in (int(ids.max()), int(ids.min())):
+            if not 0 <= wrong < self._vocab_size:
+                raise DataError(
+                    f"{self.tokens.path} has token id {wrong} in sample {index}, the vocabulary ends at "
+                    f"{self._vocab_size - 1}{self.tokens.changed()}"
+                )
         text = torch.from_numpy(ids.astype(np.int64))
-        if int(text.max()) >= self.config.tokenizer.vocab_size:
-            raise DataError(
-                f"{self.dataset_path}.bin has token id {int(text.max())} in sample {index}, the vocabulary ends at "
-                f"{self.config.tokenizer.vocab_size - 1}"
-            )
         sample = {
             "tokens": text[:-1],
             "labels": text[1:],
             "loss_mask": torch.ones(length, dtype=torch.float32),
             "position_ids": torch.arange(length),
         }
-        if self.document_ends.eod_mask_loss:
-            sample["loss_mask"][sample["tokens"] == self.config.tokenizer.eod] = 0.0
-        if self.document_ends.reset_attention_mask or self.document_ends.reset_position_ids:
-            document_ids = number_documents(sample["tokens"], self.config.tokenizer.eod)
-            if self.document_ends.reset_attention_mask:
+        ends = self._document_ends
+        if ends.eod_mask_loss:
+            sample["loss_mask"][sample["tokens"] == self._eod] = 0.0
+        if ends.reset_attention_mask or ends.reset_position_ids:
+            document_ids = number_documents(sample["tokens"], self._eod)
+            if ends.reset_attention_mask:
                 sample["document_ids"] = document_ids
-            if self.document_ends.reset_position_ids:
+            if ends.reset_position_ids:
                 sample["reset_position_ids"] = positions_in_documents(document_ids)
         return sample
 
@@ -146,38 +136,35 @@ class SplitDatasets:
 
 
 def build_split(
-    source: SplitSource, *, seq_length: int, tokenizer: Tokenizer, document_ends: DocumentEnds = NO_ENDS
-) -> SplitDatasets:
+    source: SplitSource, *, seq_length: int, tokenizer: Tokenizer, document_ends: DocumentEnds = NO_ENDS,
+    files: OpenFiles | None = None,
+) -> SplitDatasets:  # fmt: skip
     """Opens the datasets of one split; `check_data_files` has looked at the files before.
 
+    files: descriptors that all splits share.
+
     Raises:
-        DataError: a flag of `document_ends` with a tokenizer that has no end id, or a corpus without a sample.
+        DataError: a flag of `document_ends` with a tokenizer that has no end id, files that are not as they were
+            checked, or a corpus without a sample.
     """
     if document_ends.flags and tokenizer.eod_id is None:
         raise DataError(f"{document_ends.flags[0]} needs an end id, and the {tokenizer.name} given has none")
+    files = OpenFiles() if files is None else files
     datasets = []
     for prefix in source.blend.prefixes:
-        config = GPTDatasetConfig(
-            random_seed=0,
-            sequence_length=seq_length,
-            blend=([prefix], None),
-            split="1",
-            tokenizer=_CoreTokenizer(tokenizer),
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=document_ends.eod_mask_loss,
-            create_attention_mask=False,
-        )
-        indexed = IndexedDataset(prefix, multimodal=False, mmap=True)
-        first, last = source.documents(len(indexed.sequence_lengths))
-        documents = np.arange(first, last, dtype=np.int32)
-        if indexed.sequence_lengths[documents].sum(dtype=np.int64) <= seq_length:
+        indexed = IndexedFiles(prefix)
+        begin, end = indexed.documents_range(*source.documents(len(indexed.lengths)))
+        if samples_of(end - begin, seq_length) == 0:
             if source.blend.weights is not None:
                 raise DataError(f"{source.flag}: the split of {prefix} is shorter than one sample")
             continue
-        dataset = FileOrderGPTDataset(indexed, prefix, documents, None, Split.train, config)
-        dataset.document_ends = document_ends
-        datasets.append(dataset)
+        tokens = TokenFile(Path(f"{prefix}.bin"), indexed.total_tokens * indexed.dtype.itemsize, files)
+        datasets.append(
+            CorpusDataset(
+                tokens, indexed.dtype, begin, end, seq_length=seq_length, tokenizer=tokenizer,
+                document_ends=document_ends,
+            )
+        )  # fmt: skip
     if not datasets:
         raise DataError(f"{source.flag} {source.blend}: the split is shorter than one sample of {seq_length}")
     return SplitDatasets(tuple(datasets), source.blend.weights)

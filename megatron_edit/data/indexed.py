@@ -56,6 +56,8 @@ class Manifest:
     skipped_documents: int = 0  # without text
     replaced_characters: int = 0
     failed_documents: int = 0  # left out by --on-error skip
+    parse_special_tokens: bool = False
+    marked_documents: int = 0  # that spell special tokens
     format: int = 1
 
     @staticmethod
@@ -301,6 +303,7 @@ class IndexedWriter:
         skipped_documents: int = 0,
         replaced_characters: int = 0,
         failed_documents: int = 0,
+        marked_documents: int = 0,
     ) -> None:
         """Completes the three files under their temporary names and makes them durable."""
         self.write_index()
@@ -317,6 +320,8 @@ class IndexedWriter:
                 skipped_documents=skipped_documents,
                 replaced_characters=replaced_characters,
                 failed_documents=failed_documents,
+                parse_special_tokens=tokenizer.parse_special_tokens,
+                marked_documents=marked_documents,
             )
         )
 

@@ -1,51 +1,50 @@
 """The inputs of tools/preprocess_data.py: which files they are, and their raw documents one after the other.
 
 An input is a file, a folder (all text in it, by name, subfolders too), a pattern such as `web/*.jsonl.gz`, or `-` for
-standard input. What a file holds is read off its name: `.jsonl`, `.json`, `.ndjson` JSON lines, `.parquet` columns,
-anything else plain text; `.gz` or `.zst` behind the name is unpacked. Everything that can be found wrong with a file
-without reading it to the end is found before any work begins.
+standard input. What a file holds is found by formats.py. Everything that can be found wrong with a file without
+reading it to the end is found before any work begins.
 """
 
 from __future__ import annotations
 
 import glob
-import gzip
-import io
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from megatron_edit.data.errors import DataError
+from megatron_edit.data.formats import (
+    BYTE_ORDER_MARK,
+    KINDS,
+    READ_BYTES,
+    Damaged,
+    Kind,
+    find_format,
+    kind_of_name,
+    unpacked,
+)
+from megatron_edit.data.progress import log_to_stderr
 
 # One file one document, or cut at blank lines, or line by line.
 TextUnit = Literal["file", "paragraph", "line"]
-Kind = Literal["jsonl", "text", "parquet"]
 STANDARD_INPUT = "-"
-PACKED = (".gz", ".zst")
-KINDS: dict[str, Kind] = {
-    ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text"
-}  # fmt: skip
-READ_BYTES = 1 << 20
+NAMED = 10  # notes on single files that are shown, of each kind
 ROWS = 256  # of a Parquet file that are decoded at a time
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file that was looked at. `size` in bytes as it lies on disk, 0 for standard input."""
+    """A file that was looked at. `size` in bytes on disk, 0 for standard input; `packed` as in formats.py."""
 
     path: str
     kind: Kind
     size: int
     modified_ns: int
-
-    @property
-    def packed(self) -> str:
-        """ ".gz", ".zst" or ""."""
-        return next((suffix for suffix in PACKED if self.path.endswith(suffix)), "")
+    packed: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,80 +73,91 @@ class RawDocument:
         return sum(len(column or b"") for column in self.content)
 
 
-def find_inputs(inputs: Sequence[str], keys: Sequence[str] = ("text",), kind: Kind | None = None) -> list[InputFile]:
+def find_inputs(
+    inputs: Sequence[str],
+    keys: Sequence[str] = ("text",),
+    kind: Kind | None = None,
+    log: Callable[[str], None] = log_to_stderr,
+) -> list[InputFile]:
     """The files of the inputs, in the order given; those of a folder or pattern by name.
 
     Args:
         keys: keys of JSON lines or columns of Parquet files.
-        kind: what all of them hold, whatever their names; None: as the name says (standard input: JSON lines).
+        kind: what all of them hold; None: what name and content say (standard input: JSON lines).
+        log: takes what was chosen by content, and what of a folder is passed over.
 
     Raises:
         DataError: an input that is not there, not readable, empty or damaged, or that needs a missing package.
     """
     if not inputs:
         raise DataError("--input is empty")
-    paths = [path for name in inputs for path in _paths_of(name)]
+    paths = [path for name in inputs for path in _paths_of(name, log)]
     twice = {path for path in paths if paths.count(path) > 1} if len(set(paths)) < len(paths) else set()
     if twice:
         raise DataError(f"--input {sorted(twice)[0]} is there more than once")
-    files = [_look_at(path, keys, kind) for path in paths]
+    looked_at = [_look_at(path, keys, kind) for path in paths]
+    notes = [note for _, note in looked_at if note]
+    for note in notes[:NAMED]:
+        log(note)
+    if len(notes) > NAMED:
+        log(f"{len(notes)} such files in all, of which the first {NAMED} are named above")
+    files = [file for file, _ in looked_at]
     plain = [file.path for file in files if file.kind == "text"]
     if plain and list(keys) != ["text"]:
         raise DataError(f"--json-keys is for JSON lines and Parquet files, {plain[0]} is plain text")
     return files
 
 
-def _paths_of(name: str) -> list[str]:
+def _paths_of(name: str, log: Callable[[str], None]) -> list[str]:
     if name == STANDARD_INPUT or os.path.isfile(name):
         return [name]
     if os.path.isdir(name):
-        found = sorted(str(path) for path in Path(name).rglob("*") if _is_text_file(path, Path(name)))
-        if not found:
-            raise DataError(f"--input {name} is a folder without files whose names end in {', '.join(KINDS)}")
-        return found
+        return _paths_in(name, log)
     if any(character in name for character in "*?["):
         found = sorted(path for path in glob.glob(name, recursive=True) if not os.path.isdir(path))
         if not found:
             raise DataError(f"--input {name}: no file has such a name")
         return found
-    raise DataError(f"--input {name} is no file")
+    raise DataError(f"--input {name} is not a file")
 
 
-def _is_text_file(path: Path, folder: Path) -> bool:
-    """Also a link that leads nowhere, so that it is reported. Hidden files and other endings are passed over."""
-    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return not hidden and not path.is_dir() and _suffix(str(path)) in KINDS
+def _paths_in(folder: str, log: Callable[[str], None]) -> list[str]:
+    """Files of a folder whose endings say that they are text, also links that lead nowhere, so that they are reported.
+    Hidden files are passed over; others too, but that is said."""
+    visible = [
+        path
+        for path in sorted(Path(folder).rglob("*"))
+        if not path.is_dir() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
+    found = sorted(str(path) for path in visible if kind_of_name(str(path)) is not None)
+    others = [str(path.relative_to(folder)) for path in visible if kind_of_name(str(path)) is None]
+    named = f"{', '.join(others[:NAMED])}{', ...' if len(others) > NAMED else ''}"
+    hint = f"as a pattern, '{os.path.join(folder, '**', '*')}', all files are taken"
+    if not found:
+        raise DataError(
+            f"--input {folder} is a folder without files whose names end in {', '.join(KINDS)}"
+            + (f"; it holds {named}: {hint}" if others else "")
+        )
+    if others:
+        log(f"{folder}: files with other endings are passed over, {len(others)} of them ({named}); {hint}")
+    return found
 
 
-def _suffix(path: str) -> str:
-    stem, suffix = os.path.splitext(path)
-    return os.path.splitext(stem)[1] if suffix in PACKED else suffix
-
-
-def _look_at(path: str, keys: Sequence[str], kind: Kind | None) -> InputFile:
+def _look_at(path: str, keys: Sequence[str], kind: Kind | None) -> tuple[InputFile, str]:
+    """The file, and a note for the user."""
     if path == STANDARD_INPUT:
         if kind == "parquet":
             raise DataError("--input -: Parquet files cannot be read from standard input")
-        return InputFile(path, kind or "jsonl", 0, 0)
+        return InputFile(path, kind or "jsonl", 0, 0), ""
     try:
         status = os.stat(path)
-        with open(path, "rb") as stream:
-            begin = stream.read(4)
+        found = find_format(path, kind)
     except OSError as error:
         raise DataError(f"--input {path} may not be read: {error.strerror}") from None
-    if not begin:
-        raise DataError(f"--input {path} is empty")
-    file = InputFile(path, kind or KINDS.get(_suffix(path), "text"), status.st_size, status.st_mtime_ns)
-    if file.packed == ".gz" and begin[:2] != b"\x1f\x8b":
-        raise DataError(f"--input {path} is no gzip file")
-    if file.packed == ".zst":
-        _zstandard(path)
-        # a frame, or a skippable frame
-        if begin != b"\x28\xb5\x2f\xfd" and begin[1:] != b"\x2a\x4d\x18":
-            raise DataError(f"--input {path} is no zstd file")
+    file = InputFile(path, found.kind, status.st_size, status.st_mtime_ns, found.packed)
     if file.kind == "parquet":
         _check_parquet(file, keys)
-    return file
+    return file, found.note
 
 
 def portions(files: Sequence[InputFile], text_unit: TextUnit, part: int = 0, parts: int = 1) -> list[Portion]:
@@ -188,7 +198,7 @@ class Reader:
             for document in self._parquet() if self.portion.file.kind == "parquet" else self._text():
                 self._last_line = document.line
                 yield document
-        except (OSError, EOFError, zlib.error, _Damaged) as error:
+        except (OSError, EOFError, zlib.error, Damaged) as error:
             unit = "row" if self.portion.file.kind == "parquet" else "line"
             after = f"after {unit} {self._last_line + lines_before(self.portion)}"
             raise DataError(f"{path} is damaged or cut, {after}: {error}") from None
@@ -197,7 +207,7 @@ class Reader:
         file, start = self.portion.file, self.portion.start
         raw: IO[bytes] = sys.stdin.buffer if file.path == STANDARD_INPUT else open(file.path, "rb")  # noqa: SIM115
         try:
-            stream = _unpacked(raw, file)
+            stream = unpacked(raw, file.packed, file.path)
             for document in self._documents(stream, start):
                 self.bytes_read = raw.tell() - start if file.size else 0
                 yield document
@@ -208,7 +218,7 @@ class Reader:
     def _documents(self, stream: IO[bytes], start: int) -> Iterator[RawDocument]:
         if self.portion.file.kind == "text" and self.text_unit == "file":
             mark = stream.read(3)
-            yield RawDocument(1, stream.read() if mark == b"\xef\xbb\xbf" else b"".join((mark, stream.read())))
+            yield RawDocument(1, stream.read() if mark == BYTE_ORDER_MARK else b"".join((mark, stream.read())))
             return
         if start:  # the line in which the portion begins is its own only if it begins there
             stream.seek(start - 1)
@@ -234,7 +244,7 @@ class Reader:
         for number, line in enumerate(stream, 1):
             if offset >= self.portion.stop:
                 return
-            yield number, line.removeprefix(b"\xef\xbb\xbf") if offset == 0 else line
+            yield number, line.removeprefix(BYTE_ORDER_MARK) if offset == 0 else line
             offset += len(line)
 
     def _parquet(self) -> Iterator[RawDocument]:
@@ -259,11 +269,7 @@ class Reader:
                             yield RawDocument(row, content)
                     self.bytes_read = file.size * (group + 1) // groups - self.portion.start
         except pyarrow.ArrowException as error:
-            raise _Damaged(_first_line(error)) from None
-
-
-class _Damaged(Exception):  # noqa: N818  becomes a DataError with file and place
-    pass
+            raise Damaged(_first_line(error)) from None
 
 
 def lines_before(portion: Portion) -> int:
@@ -276,53 +282,6 @@ def lines_before(portion: Portion) -> int:
             piece = stream.read(min(READ_BYTES, left))
             lines, left = lines + piece.count(b"\n"), left - len(piece)
     return lines + 1  # the one that is skipped, or ends at the start
-
-
-def _unpacked(raw: IO[bytes], file: InputFile) -> IO[bytes]:
-    if file.packed == ".gz":
-        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
-    if file.packed == ".zst":
-        return io.BufferedReader(_ZstdStream(raw, file.path), READ_BYTES)
-    return raw
-
-
-class _ZstdStream(io.RawIOBase):
-    """Unpacked bytes of one zstd frame after the other. Unlike the package's own reader it notices a cut file."""
-
-    def __init__(self, raw: IO[bytes], path: str) -> None:
-        self._raw, self._zstandard = raw, _zstandard(path)
-        self._frame: Any = None
-        self._packed = self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            self._packed = self._packed or self._raw.read(READ_BYTES // 64)
-            if not self._packed:
-                if self._frame is not None:
-                    raise EOFError("the file ends before its zstd frame does")
-                return 0
-            self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
-            try:
-                self._ready = self._frame.decompress(self._packed)
-            except self._zstandard.ZstdError as error:
-                raise _Damaged(str(error)) from None
-            self._packed = self._frame.unused_data
-            if self._frame.eof:
-                self._frame = None
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
-
-
-def _zstandard(path: str) -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        raise DataError(f"{path} needs the package zstandard: pip install -e '.[data]'") from None
-    return zstandard
 
 
 def _parquet_file(path: str) -> Any:
@@ -339,7 +298,7 @@ def _check_parquet(file: InputFile, keys: Sequence[str]) -> None:
     except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
         if isinstance(error, DataError):
             raise
-        raise DataError(f"--input {file.path} is no whole Parquet file: {_first_line(error)}") from None
+        raise DataError(f"--input {file.path} is not a whole Parquet file: {_first_line(error)}") from None
     with parquet:
         schema = parquet.schema_arrow
         for key in keys:

@@ -38,6 +38,9 @@ def corpus_lines(prefix: str) -> Iterator[str]:
         f"  {manifest.skipped_documents} empty documents skipped, {manifest.failed_documents} left out for errors, "
         f"{manifest.replaced_characters} characters replaced"
     )
+    if manifest.marked_documents:
+        became = "its ids" if manifest.parse_special_tokens else "plain text"
+        yield f"  {manifest.marked_documents} documents spell special tokens of the tokenizer: they became {became}"
 
 
 QUANTILES = (("least", 0.0), ("median", 0.5), ("9 of 10 up to", 0.9), ("most", 1.0))

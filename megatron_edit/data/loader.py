@@ -12,6 +12,7 @@ from threading import Lock
 import numpy as np
 import torch
 
+from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.data.datasets import SampleDataset
 from megatron_edit.data.errors import LoaderError
 from megatron_edit.data.order import SampleOrder, microbatch_positions, replica_positions
@@ -95,7 +96,7 @@ class MicrobatchLoader:
         datasets, order: those of the training split.
         consumed_samples: samples used so far, by all replicas.
         place: this rank's place.
-        global_batch_size: samples of one iteration, over all replicas.
+        batch: samples of each iteration, over all replicas.
         num_workers: threads that read ahead; 0 reads in `next_batch`. Neither they nor anything else here
             draws random numbers, so their number changes no result.
         prefetch: iterations that are read ahead, at least one for each thread.
@@ -112,15 +113,16 @@ class MicrobatchLoader:
         *,
         consumed_samples: int,
         place: RankPlace,
-        global_batch_size: int,
+        batch: BatchSchedule,
         num_workers: int = 1,
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
         self.datasets, self.order, self.place = list(datasets), order, place
-        self.global_batch_size, self.pin_memory = global_batch_size, pin_memory
+        self.batch, self.pin_memory = batch, pin_memory
         self.consumed_samples = consumed_samples
-        self.num_microbatches = len(place.microbatches(consumed_samples, global_batch_size))
+        for samples, size, _ in batch.stretches(consumed_samples):
+            place.microbatches(samples, size)  # raises where sizes do not divide
         self._window = OrderWindow(order)
         self._ahead = _ReadAhead(self._read, num_workers, max(prefetch, num_workers))
 
@@ -131,22 +133,20 @@ class MicrobatchLoader:
         Raises:
             LoaderError: a sample cannot be read; `__cause__` is the first error, nothing counts as consumed.
         """
-        starts = range(
-            self.consumed_samples,
-            self.consumed_samples + self._ahead.depth * self.global_batch_size,
-            self.global_batch_size,
-        )
+        starts = [self.consumed_samples]
+        while len(starts) < self._ahead.depth:
+            starts.append(starts[-1] + self.batch.size_at(starts[-1]))
         try:
             batch = self._ahead.next(starts)
         except Exception as error:
             raise _loader_error(self.place, f"after {self.consumed_samples} consumed samples", error) from error
-        self.consumed_samples += self.global_batch_size
+        self.consumed_samples += self.batch.size_at(self.consumed_samples)
         return batch
 
     def _read(self, consumed_samples: int) -> Batch:
-        place = self.place
-        mine = place.microbatches(consumed_samples, self.global_batch_size)
-        replica = replica_positions(consumed_samples, self.global_batch_size, place.num_replicas, place.replica)
+        place, size = self.place, self.batch.size_at(consumed_samples)
+        mine = place.microbatches(consumed_samples, size)
+        replica = replica_positions(consumed_samples, size, place.num_replicas, place.replica)
         datasets, samples = self._window.lookup(replica)
         sample_ids = self.order.offsets[datasets] + samples
         here = np.array([position - replica.start for run in mine for position in run], dtype=np.int64)
@@ -236,12 +236,12 @@ class _ReadAhead:
         self._futures: deque[Future[Batch]] = deque()
         self._pool = ThreadPoolExecutor(num_workers, "data-loader") if num_workers else None
 
-    def start(self, keys: range) -> None:
+    def start(self, keys: Sequence[int]) -> None:
         """Begins to read `keys`; the first of them have been begun already if there are futures."""
         if self._pool is not None:
             self._futures.extend(self._pool.submit(self._read, key) for key in keys[len(self._futures) :])
 
-    def next(self, keys: range) -> Batch:
+    def next(self, keys: Sequence[int]) -> Batch:
         """What is read at the first of `keys`; the others come next. After an error the same key is asked for again."""
         if self._pool is None:
             return self._read(keys[0])

@@ -34,7 +34,8 @@ def merge_corpora(
         raise DataError(f"--input {twice[0]} is there more than once")
     if output_prefix in prefixes:
         raise DataError(f"--output-prefix {output_prefix} is one of the corpora to merge")
-    corpora = [IndexedFiles(prefix) for prefix in prefixes]
+    # Looked at one after the other, and opened again to be copied: there may be more than may be open at a time.
+    dtype = np.result_type(*[IndexedFiles(prefix).dtype for prefix in prefixes])
     manifests = [Manifest.read(prefix) for prefix in prefixes]
     known = [manifest for manifest in manifests if manifest is not None]
     if known and len(known) < len(manifests):
@@ -45,10 +46,12 @@ def merge_corpora(
     for prefix, manifest in zip(prefixes[1:], known[1:], strict=False):
         _check_alike(prefixes[0], known[0], prefix, manifest)
 
-    dtype = np.result_type(*[corpus.dtype for corpus in corpora])
+    documents = 0
     with IndexedWriter(output_prefix, dtype) as writer:
-        for corpus in corpora:
+        for prefix in prefixes:
+            corpus = IndexedFiles(prefix)
             writer.add_sequences(corpus.tokens, corpus.lengths, corpus.document_marks)
+            documents += len(corpus.document_marks) - 1
         writer.write_index()
         if known:
             skipped, failed = left_out or (
@@ -65,10 +68,12 @@ def merge_corpora(
                     skipped_documents=skipped,
                     replaced_characters=sum(manifest.replaced_characters for manifest in known),
                     failed_documents=failed,
+                    parse_special_tokens=any(manifest.parse_special_tokens for manifest in known),
+                    marked_documents=sum(manifest.marked_documents for manifest in known),
                 )
             )
         writer.finish()
-        return sum(len(corpus.document_marks) - 1 for corpus in corpora), writer.total_tokens
+        return documents, writer.total_tokens
 
 
 def _check_alike(first: str, known: Manifest, prefix: str, manifest: Manifest) -> None:

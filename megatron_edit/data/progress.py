@@ -1,9 +1,14 @@
-"""How far a long work over files is: documents, bytes, rate, time left."""
+"""What a long work over files says: how far it is, in documents, bytes, rate and time left."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+
+
+def log_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 class Progress:

@@ -41,7 +41,7 @@ class Journal:
         self.is_unusable = any(file.path == STANDARD_INPUT for file in job.files)
         told = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
         told["files"] = [list(dataclasses.astuple(file)) for file in job.files]
-        told["spec"] = tokenizer_fingerprint
+        told["spec"] = tokenizer_fingerprint + (" parsing special tokens" if job.spec.parse_special_tokens else "")
         told["keys"] = list(job.keys)
         self.command: dict[str, Any] = told
 

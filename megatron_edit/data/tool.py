@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from megatron_edit.data.errors import DataError
 
 def run_tool(main: Callable[[], None]) -> None:
     """Runs `main` and exits; errors that need no traceback are printed as one message."""
+    faulthandler.enable()  # a mapped file that is cut meanwhile ends the process: then at least with a word
     try:
         main()
     except DataError as error:

@@ -11,7 +11,8 @@ from typing import Literal
 
 from megatron_edit.data.batches import decoded, raw_batches
 from megatron_edit.data.errors import DataError
-from megatron_edit.data.inputs import InputFile, Kind, find_inputs, lines_before, portions
+from megatron_edit.data.formats import Kind
+from megatron_edit.data.inputs import InputFile, find_inputs, lines_before, portions
 
 ModelType = Literal["bpe", "unigram"]
 # The trainer drops longer pieces of text; it counts bytes.

@@ -93,7 +93,7 @@ def table(results: dict[str, Any]) -> list[str]:
         bits = f", {one['bits_per_byte']:.4f} bits a byte" if one["bits_per_byte"] is not None else ""
         lines.append(
             f"loss {one['loss']:.6f} nats a token, perplexity {one['perplexity']:.4f}{bits}, "
-            f"{one['tokens']} tokens | {one['source']}"
+            f"{one['tokens']} tokens in windows of {one['seq_length']} (--seq-length) | {one['source']}"
         )
     if results["tasks"]:
         lines.append(f"{'task':<32} {'metric':<16} {'value':>8} {'stderr':>8} {'questions':>9}")

@@ -16,7 +16,7 @@ from megatron_edit.inference.start import Started, add_flags, run
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     parser = PathParser(description="Text from a checkpoint or a Hugging Face folder.", allow_abbrev=False)
-    add_flags(parser)
+    add_flags(parser, parse_special_tokens=True)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="one prompt a line")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
@@ -89,6 +89,6 @@ def _lines(path: Path | None) -> list[str]:
     if path is None:
         return []
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"--prompt-file {path} cannot be read: {error}"]) from None

@@ -19,10 +19,12 @@ from megatron_edit.inference.start import Started
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Token-weighted. `loss`: nats a token; `bits_per_byte`: of the text, where it is known."""
+    """Token-weighted. `seq_length`: tokens of a window, which is all that a token is predicted from; `loss`: nats a
+    token; `bits_per_byte`: of the text, where it is known."""
 
     source: str
     tokens: int
+    seq_length: int
     loss: float
     bits_per_byte: float | None = None
 
@@ -62,7 +64,7 @@ def perplexity(
         scores, _ = started.model.log_probabilities(torch.from_numpy(window))
         total -= scores.double().sum().item()
     bits = total / math.log(2) / text_bytes if text_bytes and max_tokens is None else None
-    return Perplexity(source, predicted, total / predicted, bits)
+    return Perplexity(source, predicted, seq_length, total / predicted, bits)
 
 
 def _windows(tokens: np.ndarray, seq_length: int, batch_size: int) -> Iterator[np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -20,9 +19,11 @@ from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.config.schema import ConfigError
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.weights import Weights, open_weights, parse_dtype
+from megatron_edit.data.added_tokens import read_mapping
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron_edit.model.transformer_engine import TransformerEngineError
+from megatron_edit.parallel.launcher import launched
 from megatron_edit.platform import PlatformError, get_platform
 
 if TYPE_CHECKING:
@@ -50,13 +51,13 @@ class Started:
             print(line, flush=True)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text from its beginning on."""
-        ids = self.tokenizer.tokenize(text)
-        return [self.tokenizer.bos_id, *ids] if self.begins_with_bos and self.tokenizer.bos_id is not None else ids
+        """Ids of a text from its beginning on; one begin id, also where the text itself spells it and is parsed."""
+        ids, bos_id = self.tokenizer.tokenize(text), self.tokenizer.bos_id
+        return [bos_id, *ids] if self.begins_with_bos and bos_id is not None and ids[:1] != [bos_id] else ids
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of every tool here."""
+def add_flags(parser: argparse.ArgumentParser, *, parse_special_tokens: bool = False) -> None:
+    """Flags of every tool here. `parse_special_tokens`: the default of that flag."""
     group = parser.add_argument_group("model")
     group.add_argument("--load", type=Path, required=True, metavar="DIR", help="checkpoint, or Hugging Face folder")
     group.add_argument("--ckpt-step", type=int, metavar="N", help="iteration; default: weights of the end, or the last")
@@ -72,6 +73,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--add-bos", action=argparse.BooleanOptionalAction, default=None,
         help="begin every text with the begin id; default: as the tokenizer's own file says",
     )  # fmt: skip
+    group.add_argument(
+        "--parse-special-tokens", action=argparse.BooleanOptionalAction, default=parse_special_tokens,
+        help="a special token that a text spells (<|im_start|>) becomes its id; otherwise it is plain text; default "
+        f"here: {'on' if parse_special_tokens else 'off'}",
+    )  # fmt: skip
 
 
 def run(
@@ -80,7 +86,13 @@ def run(
     """Starts the ranks, builds the model, does `work`; the exit code: 0, 2 for what the user can mend, else 1."""
     rank = int(environment.get("RANK", "0"))
     try:
+        if (found := launched(environment)) is not None:
+            os.environ.update(found.environment)
+            environment = {**environment, **found.environment}
+            rank = int(environment["RANK"])
         started = _start(arguments, environment)
+        for note in started.weights.notes:
+            started.say(f"note: {note}")
         work(started)
     except USER_ERRORS as error:
         if rank != 0:
@@ -148,7 +160,7 @@ def _tokenizer(arguments: argparse.Namespace, weights: Weights) -> tuple[Tokeniz
             vocab_size = weights.vocab_size - 1 if kind == "NullTokenizer" else None
         else:
             raise DataError(f"{weights.folder} came without a tokenizer: give --tokenizer-type and --tokenizer-model")
-    tokenizer = build_tokenizer(kind, path, vocab_size)
+    tokenizer = build_tokenizer(kind, path, vocab_size, parse_special_tokens=arguments.parse_special_tokens)
     folder = Path(path) if path is not None and kind == "HuggingFaceTokenizer" else None
     return tokenizer, folder if folder is None or folder.is_dir() else folder.parent
 
@@ -165,9 +177,11 @@ def _adds_bos(tokenizer: Tokenizer, folder: Path | None) -> bool:
 
 def _stop_ids(tokenizer: Tokenizer, weights: Weights) -> list[int]:
     """Of the tokenizer, and those that config.json and generation_config.json name: one or a list."""
+    from megatron_edit.convert.assets import generation_config
+
     ids: list[Any] = [tokenizer.eod_id]
-    path = weights.assets / "generation_config.json" if weights.assets is not None else None
-    generation = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
+    path = generation_config(weights)
+    generation = read_mapping(path) if path is not None else {}
     for config in (weights.origin.get("config", {}), generation):
         named = config.get("eos_token_id")
         ids += named if isinstance(named, list) else [named]

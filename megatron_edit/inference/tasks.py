@@ -43,10 +43,14 @@ def run_tasks(
         raise DataError(f"--tasks needs lm-eval ({error}): pip install -e '.[eval]'") from None
     if task_folder is not None and not task_folder.is_dir():
         raise DataError(f"--task-folder {task_folder} is not a folder")
+    if data_folder is not None and not data_folder.is_dir():
+        raise DataError(f"--task-data {data_folder} is not a folder")
     manager = TaskManager(include_path=None if task_folder is None else str(task_folder))
     with tempfile.TemporaryDirectory() as scratch:
         specifications = [
-            one for name in tasks for one in _specifications(name, manager.task_index, data_folder, Path(scratch))
+            one
+            for name in tasks
+            for one in _specifications(name, manager.task_index, data_folder, Path(scratch), task_folder)
         ]
         try:
             found = lm_eval.simple_evaluate(
@@ -58,17 +62,33 @@ def run_tasks(
     return _numbers(found or {})
 
 
-def _specifications(name: str, index: Any, data_folder: Path | None, scratch: Path) -> list[str]:
-    """What lm-eval is given for the task: its name, or YAML files that read from `data_folder`."""
+def _specifications(
+    name: str, index: Any, data_folder: Path | None, scratch: Path, task_folder: Path | None = None
+) -> list[str]:
+    """What lm-eval is given for the task: its name, or YAML files that read from `data_folder`.
+
+    A task of `task_folder` that has no data there names its own.
+    """
     if data_folder is None:
         return [name]
-    folder = data_folder / name
-    if not folder.is_dir():
-        if name in index and not (data_folder / "mmlu").exists():
-            raise DataError(f"--task-data {data_folder} has no folder {name}")
+    parts = _parts(data_folder)
+    wanted = {part: folder for part, folder in parts.items() if part == name or folder.parent == data_folder / name}
+    if wanted:
+        return [_local(part, folder, index, scratch) for part, folder in wanted.items()]
+    entry = index.get(name)
+    path = None if entry is None else entry.yaml_path
+    if entry is None or (task_folder is not None and path and task_folder.resolve() in Path(path).resolve().parents):
         return [name]
-    parts = {f"{name}_{one.name}": one for one in sorted(folder.iterdir()) if one.is_dir()} or {name: folder}
-    return [_local(part, place, index, scratch) for part, place in parts.items()]
+    raise DataError(f"--task-data {data_folder} has no folder {name}; it has {', '.join(sorted(parts)) or 'none'}")
+
+
+def _parts(data_folder: Path) -> dict[str, Path]:
+    """Folders with rows by the task's name: TASK, and TASK_SUBJECT for TASK/SUBJECT."""
+    found: dict[str, Path] = {}
+    for folder in sorted(path for path in data_folder.iterdir() if path.is_dir()):
+        subjects = sorted(path for path in folder.iterdir() if path.is_dir())
+        found |= {f"{folder.name}_{path.name}": path for path in subjects} or {folder.name: folder}
+    return found
 
 
 def _local(name: str, folder: Path, index: Any, scratch: Path) -> str:
@@ -108,8 +128,12 @@ def _numbers(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _language_model(started: Started, batch_size: int) -> Any:
-    """lm-eval's interface to the model. All ranks are given the same requests in the same order."""
+    """lm-eval's interface to the model, with the tokens and windows of lm-eval's own runner of transformers.
+
+    All ranks are given the same requests in the same order.
+    """
     from lm_eval.api.model import TemplateLM
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     model, tokenizer = started.model, started.tokenizer
     longest = started.weights.model.max_position_embeddings or started.weights.model.seq_length
@@ -123,7 +147,8 @@ def _language_model(started: Started, batch_size: int) -> Any:
 
         @property
         def prefix_token_id(self) -> int:
-            return tokenizer.bos_id if started.begins_with_bos and tokenizer.bos_id is not None else self.eot_token_id
+            """What stands before a text without context: the begin id if there is one, begun with or not."""
+            return tokenizer.bos_id if tokenizer.bos_id is not None else self.eot_token_id
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
             return tokenizer.tokenize(string) if add_special_tokens is False else started.encode(string)
@@ -135,11 +160,11 @@ def _language_model(started: Started, batch_size: int) -> Any:
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             totals = []
             for request in requests:
-                ids = [self.prefix_token_id, *tokenizer.tokenize(request.args[0])]
-                rows = [
-                    (tuple(ids[first : first + longest + 1]), len(ids[first : first + longest + 1]) - 1)
-                    for first in range(0, max(len(ids) - 1, 1), longest)
-                ]
+                windows = get_rolling_token_windows(
+                    started.encode(request.args[0]), self.prefix_token_id, max_seq_len=longest, context_len=1
+                )
+                pairs = map(make_disjoint_window, windows)
+                rows = [((*context, *predicted), len(predicted)) for context, predicted in pairs]
                 totals.append(sum(sum(scores) for scores, _ in _scored(started, rows, batch_size)))
             return totals
 
@@ -148,11 +173,15 @@ def _language_model(started: Started, batch_size: int) -> Any:
             for number, request in enumerate(requests):
                 context, options = request.args
                 limit = int(options.get("max_gen_toks", _MAX_NEW_TOKENS))
+                if limit >= longest:
+                    raise DataError(f"a task asks for {limit} new tokens, the model has {longest} positions")
                 sampling = Sampling(float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0)
-                prompt = started.encode(context)[-(longest - limit) :] or [self.eot_token_id]
+                prompt = started.encode(context)[-(longest - limit) :] or [self.prefix_token_id]
                 (ids,) = model.generate([prompt], limit, sampling, started.stop_ids, first_sequence=number)
                 text = tokenizer.detokenize([i for i in ids if i < tokenizer.vocab_size])
-                ends = [text.index(end) for end in options.get("until", ()) if end and end in text]
+                until = options.get("until") or []
+                until = [until] if isinstance(until, str) else until
+                ends = [text.index(end) for end in until if end and end in text]
                 texts.append(text[: min(ends)] if ends else text)
             return texts
 

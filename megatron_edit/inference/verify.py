@@ -21,6 +21,7 @@ from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.safetensors_file import read_header
 from megatron_edit.inference.start import Started, add_flags, run
 
+_SPREADS = 3  # how many times transformers' difference from itself is let through: rounding, not another model
 _TEXT = "The anchor is the set of weights that all replicas held after their last synchronisation. 0123456789"
 
 
@@ -34,16 +35,25 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--text", default=_TEXT, help="text to compare on")
     parser.add_argument("--text-file", type=Path, metavar="FILE")
     parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of the text")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest absolute difference that is let through")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-5,
+        help="largest difference that is let through, as a part of the largest logit; more where transformers differs "
+        "from itself by more",
+    )  # fmt: skip
     parser.add_argument("--per-layer", action="store_true", help="list the layers though the logits agree")
+    parser.set_defaults(dtype="float32")
     arguments = parser.parse_args(argv)
-    outcome: list[float] = []
+    outcome: list[bool] = []
     code = run(arguments, lambda started: outcome.append(_compare(arguments, started)))
-    return code if code else int(not outcome[0] <= arguments.tolerance)
+    return code if code else int(not outcome[0])
 
 
-def _compare(arguments: argparse.Namespace, started: Started) -> float:
-    """Largest absolute difference of the logits, on all ranks."""
+def _compare(arguments: argparse.Namespace, started: Started) -> bool:
+    """Whether the logits are equal, on all ranks: their largest difference is within the tolerance (a part of the
+    largest logit), or within what transformers differs from itself between two ways to compute the attention (ours).
+
+    A model with large hidden states loses more digits to rounding than any fixed bound would let through.
+    """
     try:
         text = arguments.text_file.read_text(encoding="utf-8") if arguments.text_file else arguments.text
     except (OSError, UnicodeDecodeError) as error:
@@ -60,20 +70,33 @@ def _compare(arguments: argparse.Namespace, started: Started) -> float:
             raise ConversionError(
                 f"{arguments.load} has logits {list(logits.shape)}, {arguments.hf} {list(reference['logits'].shape)}"
             )
-        largest = _difference(logits, reference["logits"])
-        layers: dict[int, float] = {
-            number: _difference(output, reference[f"layer.{number}"]) for number, output in mine.items()
+        expected = reference["logits"]
+        largest, scale, spread = _difference(logits, expected), _largest(expected), reference["spread"].item()
+        layers = {
+            number: (_difference(output, reference[f"layer.{number}"]), _largest(reference[f"layer.{number}"]))
+            for number, output in mine.items()
         }
     gathered: list[Any] = [None] * dist.get_world_size(started.model.mesh.process_groups.pp)
     dist.all_gather_object(gathered, layers, group=started.model.mesh.process_groups.pp)
-    started.say(f"{len(ids)} tokens, vocabulary {logits.shape[-1]}: logits differ by at most {largest:.3e} "
-                f"(largest logit {reference['logits'].abs().max():.3g})")  # fmt: skip
-    if arguments.per_layer or not largest <= arguments.tolerance:
-        for number, difference in sorted(item for stage in gathered for item in stage.items()):
-            started.say(f"  layer {number}: {difference:.3e}")
-    verdict = "equal" if largest <= arguments.tolerance else "different"
-    started.say(f"{verdict}, with --tolerance {arguments.tolerance:g}")
-    return largest
+    equal = largest <= max(arguments.tolerance * scale, _SPREADS * spread)
+    started.say(
+        f"{len(ids)} tokens, vocabulary {logits.shape[-1]}: logits differ by at most {largest:.3e}, "
+        f"{largest / scale:.1e} of the largest logit {scale:.3g}; transformers differs from itself by {spread:.1e} "
+        "between two attentions"
+    )
+    if arguments.per_layer or not equal:
+        for number, (difference, value) in sorted(item for stage in gathered for item in stage.items()):
+            started.say(f"  layer {number}: {difference / value:.1e} of the largest value {value:.4g}")
+    started.say(
+        f"{'equal' if equal else 'different'}, with --tolerance {arguments.tolerance:g} of the largest logit, or "
+        f"{_SPREADS} times transformers' own difference"
+    )
+    return equal
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Largest absolute value, never 0."""
+    return max(tensor.double().abs().max().item(), 1e-30)
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:

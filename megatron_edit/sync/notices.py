@@ -76,9 +76,11 @@ class SyncWarnings:
         if not first_time.any():
             return []
         norms = decision.norms  # [R, M]
-        others = [r for r in range(decision.num_replicas) if r != replica and decision.steps[r].any()]
         largest = int(norms[replica].masked_fill(~first_time, -1.0).argmax())
-        beside = f", others {float(norms[others, largest].nanmedian()):.2g}" if others else ""
+        beside_it = norms[:, largest].isfinite() & (decision.steps[:, largest] > 0)
+        beside_it[replica] = False
+        others = norms[beside_it, largest]
+        beside = f", others {float(others.median()):.2g}" if others.numel() else ""
         return [
             f"replica {replica} is far above its own past in {self._names(first_time)} (norm "
             f"{float(norms[replica, largest]):.2g} in {self._keys[largest]}{beside}): left out there, set back to the "

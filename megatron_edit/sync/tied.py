@@ -25,6 +25,7 @@ from megatron_edit.sync.modules import ModuleShard
 from megatron_edit.sync.outer_state import OuterState
 
 COPIES_DIFFER = -math.inf  # in place of a norm, which is never negative
+PART = 1 << 22  # elements that are added up at once: torch makes a copy of them as int64
 
 
 class TiedCopies:
@@ -50,7 +51,9 @@ class TiedCopies:
         module = self.module
         assert module is not None
         masters = [run.master for run in module.runs]
-        sums = torch.stack([_bit_sum([anchor] if anchor is not None else masters), _bit_sum(masters)])
+        device = self._mesh.platform.device
+        of_masters = _bit_sum(masters, device)
+        sums = torch.stack([of_masters if anchor is None else _bit_sum([anchor], device), of_masters])
         self._sum_over_shards(sums)
         first, last = self._of_both(sums)
         if first[0] == last[0]:
@@ -95,9 +98,12 @@ class TiedCopies:
             dist.all_reduce(numbers, group=self._mesh.norm_group)
 
 
-def _bit_sum(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def _bit_sum(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Sum of the bit patterns of fp32 vectors modulo 2^32, 0-d fp64: exact, in whatever order it is added up."""
-    total = torch.stack([piece.view(torch.int32).sum(dtype=torch.int64) for piece in pieces]).sum()
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for piece in pieces:
+        for part in piece.view(torch.int32).split(PART):
+            total += part.sum(dtype=torch.int64)
     return (total % 2**32).double()
 
 

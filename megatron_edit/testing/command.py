@@ -242,7 +242,7 @@ def _rank(
             in_rank(rank)
         from megatron_edit.train.main import main
 
-        code = main(list(argv))
+        code = main(list(argv), owns_process=True)
     except BaseException:
         traceback.print_exc()
     finally:

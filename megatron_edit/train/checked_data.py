@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_edit.config.schema import Config, DataConfig
-from megatron_edit.data.blend import SplitSource, resolve_sources
+from megatron_edit.data.blend import SplitSource, resolve_sources, validation_splits
 from megatron_edit.data.check import DocumentEnds, check_data_files
 from megatron_edit.data.errors import DataError
+from megatron_edit.data.open_files import open_files_notes, raise_open_files_limit
 from megatron_edit.data.tokenizers import Tokenizer, build_tokenizer
 
 
@@ -17,7 +18,7 @@ class CheckedData:
 
     tokenizer: Tokenizer
     sources: dict[str, SplitSource | None] | None
-    splits: tuple[str, ...]  # those that will be read: "train", "valid", "test"
+    splits: tuple[str, ...]  # those that will be read: "train", "valid" or "valid:NAME" of each set, "test"
     notes: list[str]
     vocab_size: int  # rows of the model: the tokenizer's ids, or --vocab-size where that is more
 
@@ -34,6 +35,8 @@ def document_ends(data: DataConfig) -> DocumentEnds:
 def check_data(config: Config) -> CheckedData:
     """Opens tokenizer and files. Raises DataError with all problems: missing, damaged, too short, not fitting."""
     data, evaluation = config.data, config.evaluation
+    open_files = raise_open_files_limit()
+    open_files_notes(0, open_files)
     assert data.tokenizer_type is not None, "the checks ask for it"
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
     vocab_size = max(tokenizer.vocab_size, data.vocab_size or 0)
@@ -49,8 +52,9 @@ def check_data(config: Config) -> CheckedData:
         test_data_path=data.test_data_path,
     )
     wanted = ["train"]
-    if evaluates and (evaluation.eval_interval is not None or sources["valid"] is not None):
-        wanted.append("valid")
+    validation = validation_splits(sources)
+    if evaluates and (evaluation.eval_interval is not None or validation):
+        wanted += validation or ["valid"]
 
     def check(splits: list[str]) -> list[str]:
         return check_data_files(
@@ -68,4 +72,6 @@ def check_data(config: Config) -> CheckedData:
             wanted.append("test")
         except DataError as error:  # nobody asked for it: --split has a third share by default
             notes.append(f"no last test: {error}")
+    read = {prefix for name in wanted if (source := sources[name]) is not None for prefix in source.blend.prefixes}
+    notes += open_files_notes(len(read), open_files)
     return CheckedData(tokenizer, sources, tuple(wanted), notes, vocab_size)

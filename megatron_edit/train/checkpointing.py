@@ -15,10 +15,13 @@ from megatron_edit.checkpoint.folders import Candidate, same_folder
 from megatron_edit.checkpoint.restore import describe_candidate, layout_description, restore, restore_weights
 from megatron_edit.checkpoint.training_state import TrainingState
 from megatron_edit.checkpoint.writer import CheckpointWriter, Saved
-from megatron_edit.config.schema import Config, OptimizerConfig
+from megatron_edit.config.batch_schedule import BatchSchedule
+from megatron_edit.config.derive import batch_schedule
+from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import is_given
-from megatron_edit.train.pace import Pace
+from megatron_edit.train.pace import Pace, samples_beyond_iteration
 from megatron_edit.train.replica import Replica
+from megatron_edit.train.resumed_rate import change_of_batch, describe_change, first_sample, saved_batch, saved_schedule
 from megatron_edit.train.schedule import LearningRateSchedule
 
 
@@ -28,7 +31,7 @@ class Position:
 
     iteration: int = 0  # completed
     consumed_samples: int = 0
-    schedule_samples: int = 0  # consumed before the first step of the learning rate schedule
+    schedule_samples: int = 0  # consumed before the first step of the learning rate schedule, see `resumed_rate`
     # `SamplePool.state` and `Pace.state` of a run with unequal step counts, where the counts above do not say it all.
     reserves: dict[str, Any] | None = None
     at_sync: bool | None = None  # whether all replicas hold the same weights; None: the trigger's steps tell
@@ -41,6 +44,7 @@ class Start:
     position: Position
     train_iters: int
     schedule: LearningRateSchedule
+    batch: BatchSchedule
     resumed: bool  # the run of the checkpoint goes on; False for a new one, --finetune included
 
 
@@ -106,6 +110,8 @@ class RunCheckpoints:
         self._engine.drain()
         content = {**self._description(iteration), "scope": "weights"}
         saved = self._writer.save(self.state.checkpoint(content))
+        if saved.remark:
+            self._say(saved.remark)
         self._say(f"saved the final weights to {saved.folder}")
 
     def _write(self, writer: CheckpointWriter, position: Position, schedule: LearningRateSchedule) -> None:
@@ -121,7 +127,8 @@ class RunCheckpoints:
             **({"reserves": position.reserves} if position.reserves is not None else {}),
             "schedule": {
                 "samples": position.schedule_samples,
-                "global_batch_size": schedule.global_batch_size,
+                "global_batch_size": schedule.batch.last_size,
+                "batch_steps": [list(step) for step in schedule.batch.steps],
                 "train_iters": schedule.train_iters,
                 "optimizer": asdict(schedule.optimizer),
             },
@@ -139,6 +146,8 @@ class RunCheckpoints:
     def _report(self, saved: Saved | None) -> None:
         if saved is None:
             return
+        if saved.remark:
+            self._say(saved.remark)
         self._say(f"saved iteration {saved.iteration} to {saved.folder}")
         if saved.deleted:
             self._say(f"deleted the checkpoints of iterations {', '.join(map(str, saved.deleted))}")
@@ -185,12 +194,21 @@ class RunCheckpoints:
         candidate = None
         if load is not None:
             candidate = find_checkpoint(
-                load, self._group, step=settings.ckpt_step, fallback=settings.load_fallback, say=self._say
+                load,
+                self._group,
+                step=settings.ckpt_step,
+                fallback=settings.load_fallback,
+                weights_only=settings.finetune,
+                say=self._say,
             )
             if candidate is None and not same_folder(load, settings.save):
                 raise CheckpointError(f"--load {load}: there is no complete checkpoint in it")
             if candidate is None:
-                self._say(f"--load {load} is empty: first start")
+                self._say(f"--load {load} holds no checkpoint: first start")
+            elif same_folder(load, settings.save) and settings.load_fallback and settings.ckpt_step is None:
+                self._set_aside(candidate)
+        if self._writer is not None:
+            on_first_rank(self._writer.folder.clean_up, self._group)
         if candidate is None:
             if load is None and self._writer is not None:
                 self._warn_of_used_folder(self._writer)
@@ -219,19 +237,20 @@ class RunCheckpoints:
             )
             if not settings.load_rng:
                 remarks.append("--no-load-rng: generators (dropout) are as at the start of a run")
-            schedule = saved["schedule"]
+            schedule, consumed = saved["schedule"], saved["consumed_samples"]
+            use_checkpoint = self._settings.use_checkpoint_opt_param_scheduler
             position = Position(
                 candidate.manifest.iteration,
-                saved["consumed_samples"],
-                schedule["samples"],
+                consumed,
+                schedule["samples"] if use_checkpoint else first_sample(self._config, consumed, schedule),
                 reserves,
                 at_sync=resized or not any(max(each["updates_since_sync"]) for each in saved["replicas"]),
             )
             start = self._start(position, resumed=True)
-            remarks.append(self._schedule_remark(start.schedule, schedule))
+            remarks += self._schedule_remarks(start.schedule, position, schedule)
             remarks += self._order_remarks(saved.get("order", {}))
-            if self._settings.use_checkpoint_opt_param_scheduler:
-                start = replace(start, schedule=_saved_schedule(schedule))
+            if use_checkpoint:
+                start = replace(start, schedule=saved_schedule(schedule))
             what = "resumed"
             self._saved_iteration = self._iteration_here(candidate)
         self._check_reserves(candidate, reserves)
@@ -252,9 +271,16 @@ class RunCheckpoints:
                 "on with that method, or start from the weights with --finetune"
             )
 
+    def _set_aside(self, candidate: Candidate) -> None:
+        """After a fallback: what is damaged is kept under another name, as the run will save those iterations anew."""
+        writer, iteration = self._writer, candidate.manifest.iteration
+        assert writer is not None
+        for name in on_first_rank(lambda: writer.folder.set_aside_after(iteration), self._group):
+            self._say(f"*** the damaged checkpoint is kept as {writer.folder.directory / name} ***")
+
     def _warn_of_used_folder(self, writer: CheckpointWriter) -> None:
         """A new run in the folder of another writes over it; --load would have gone on with that one."""
-        iterations = on_first_rank(writer.folder.complete_iterations, self._group)
+        iterations = on_first_rank(writer.folder.iterations, self._group)
         if iterations:
             save, iteration = self._settings.save, max(iterations)
             self._say(
@@ -282,37 +308,41 @@ class RunCheckpoints:
     def _start(self, position: Position, *, resumed: bool) -> Start:
         """With the flags' schedule; a decay whose length is not given ends with the run."""
         training, optimizer = self._config.training, self._config.optimizer
-        assert training.train_iters is not None and training.global_batch_size is not None
-        train_iters, batch = training.train_iters, training.global_batch_size
-        beyond = (position.reserves or {}).get("samples_beyond_iteration", 0)
+        train_iters, batch = training.train_iters, batch_schedule(self._config)
+        assert train_iters is not None and batch is not None
+        beyond = samples_beyond_iteration(position.reserves, batch)
+        counted = position.consumed_samples - beyond  # where the completed iterations end
         if is_given(self._config, "train_samples"):
             assert training.train_samples is not None
-            samples = max(0, training.train_samples - position.consumed_samples)
-            train_iters = position.iteration + (samples + beyond) // batch
+            train_iters = position.iteration + batch.iterations_until(training.train_samples, counted)
         if self._config.sources.get("lr_decay_iters") == "derived":
-            left = max(1, train_iters - position.iteration) * batch - beyond
-            decay = position.consumed_samples - position.schedule_samples + left
-            optimizer = replace(optimizer, lr_decay_iters=None, lr_decay_samples=decay)
-        return Start(position, train_iters, LearningRateSchedule(optimizer, train_iters, batch), resumed)
+            end = batch.samples_after(max(1, train_iters - position.iteration), counted)
+            optimizer = replace(optimizer, lr_decay_iters=None, lr_decay_samples=end - position.schedule_samples)
+        schedule = LearningRateSchedule(optimizer, train_iters, batch, position.schedule_samples)
+        return Start(position, train_iters, schedule, batch, resumed)
 
-    def _schedule_remark(self, flags: LearningRateSchedule, saved: dict[str, Any]) -> str:
+    def _schedule_remarks(
+        self, flags: LearningRateSchedule, position: Position, saved: dict[str, Any]
+    ) -> list[str]:
         """Which source won, and what it changes."""
-        ours, theirs = asdict(flags.optimizer), saved["optimizer"]
-        names = [name for name in theirs if name.startswith(("lr", "min_lr"))]
-        if ours["lr_decay_style"] == theirs["lr_decay_style"] == "constant":
-            names = [name for name in names if "decay" not in name and name != "min_lr"]
-        changed = ", ".join(f"{name} {theirs[name]} -> {ours[name]}" for name in names if ours[name] != theirs[name])
-        if self._settings.use_checkpoint_opt_param_scheduler:
+        use_checkpoint = self._settings.use_checkpoint_opt_param_scheduler
+        changed = describe_change(
+            flags,
+            position.schedule_samples,
+            saved,
+            iteration=position.iteration,
+            consumed_samples=position.consumed_samples,
+            tells_batch=not use_checkpoint,  # the flags' batches hold all the same
+        )
+        if use_checkpoint:
+            batch = change_of_batch(saved_batch(saved), flags.batch, position.consumed_samples)
             lost = f"; not used of the flags: {changed}" if changed else ""
-            return f"learning rate: the checkpoint's schedule (--use-checkpoint-opt_param-scheduler){lost}"
+            return [
+                f"learning rate: the checkpoint's schedule (--use-checkpoint-opt_param-scheduler){lost}",
+                *(f"{line}: the flags' batches hold" for line in batch),
+            ]
         how = " (--override-opt_param-scheduler)" if self._settings.override_opt_param_scheduler else ""
-        return f"learning rate: the flags' schedule{how}; " + (changed or "the checkpoint's is the same")
-
-
-def _saved_schedule(saved: dict[str, Any]) -> LearningRateSchedule:
-    return LearningRateSchedule(
-        OptimizerConfig(**saved["optimizer"]), saved["train_iters"], saved["global_batch_size"]
-    )
+        return [f"learning rate: the flags' schedule{how}; " + (changed or "the checkpoint's is the same")]
 
 
 def _version(package: str) -> str:

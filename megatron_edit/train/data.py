@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.schema import Config
+from megatron_edit.data.blend import is_validation
 from megatron_edit.data.datasets import SplitDatasets, build_mock_split, build_split
 from megatron_edit.data.loader import Microbatch, MicrobatchLoader, RankPlace, ReserveLoader, evaluation_batches
+from megatron_edit.data.open_files import OpenFiles
 from megatron_edit.data.reserves import SamplePool
 from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.train.checked_data import CheckedData, document_ends
@@ -28,6 +31,7 @@ class RunData:
             shard_rank=mesh.place.dp,
             micro_batch_size=config.training.micro_batch_size,
         )
+        self._files = OpenFiles()
         self._splits = {name: self._build(name, checked) for name in checked.splits}
 
     @property
@@ -35,7 +39,12 @@ class RunData:
         """Splits to evaluate on."""
         return [name for name in self._splits if name != "train"]
 
-    def loader(self, consumed_samples: int) -> MicrobatchLoader:
+    @property
+    def validation_splits(self) -> list[str]:
+        """Those of them that are evaluated in the course of the training."""
+        return [name for name in self._splits if is_validation(name)]
+
+    def loader(self, consumed_samples: int, batch: BatchSchedule) -> MicrobatchLoader:
         """This rank's training batches after `consumed_samples` of all replicas."""
         train = self._splits["train"]
         return MicrobatchLoader(
@@ -43,7 +52,7 @@ class RunData:
             train.training_order(self._config.training.seed),
             consumed_samples=consumed_samples,
             place=self._place,
-            global_batch_size=self._global_batch_size,
+            batch=batch,
             num_workers=self._config.data.num_workers,
             pin_memory=self._pin_memory,
         )
@@ -75,13 +84,14 @@ class RunData:
             datasets.evaluation_order(),
             eval_iters=self._config.evaluation.eval_iters,
             place=self._place,
-            global_batch_size=self._global_batch_size,
+            global_batch_size=self._evaluation_batch_size,
             microbatch_multiple=self._microbatch_multiple,
             pin_memory=self._pin_memory,
         )
 
     @property
-    def _global_batch_size(self) -> int:
+    def _evaluation_batch_size(self) -> int:
+        """The same through the whole run: of a batch that grows the last."""
         size = self._config.training.global_batch_size
         assert size is not None
         return size
@@ -102,4 +112,5 @@ class RunData:
             seq_length=seq_length,
             tokenizer=checked.tokenizer,
             document_ends=document_ends(self._config.data),
+            files=self._files,
         )

@@ -31,7 +31,7 @@ class TrainingFeed:
         if self._reserve_loader is not None:
             return self._reserve_loader.next_batch()
         if self._loader is None:
-            self._loader = self._data.loader(self._pace.consumed_samples)
+            self._loader = self._data.loader(self._pace.consumed_samples, self._pace.batch)
         return self._loader.next_batch()
 
     @property

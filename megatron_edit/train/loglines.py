@@ -70,6 +70,7 @@ class EvaluationReport:
     split: str  # "validation" or "test"
     lm_loss: float  # token-weighted mean over all replicas, nats per token
     tokens: int
+    set: str | None = None  # name, where there are several validation sets
 
 
 def training_line(report: TrainReport, now: datetime | None = None) -> str:
@@ -125,8 +126,9 @@ def sync_line(report: SyncReport) -> str:
 def evaluation_line(report: EvaluationReport) -> str:
     """Megatron-LM's line of an evaluation; perplexity is that of at most 20 nats, as there."""
     perplexity = math.exp(min(report.lm_loss, 20.0))  # nan stays nan
+    which = "" if report.set is None else f" on {report.set}"
     return (
-        f" {report.split} loss at iteration {report.iteration} | lm loss value: {report.lm_loss:.6E} | "
+        f" {report.split} loss at iteration {report.iteration}{which} | lm loss value: {report.lm_loss:.6E} | "
         f"lm loss PPL: {perplexity:.6E} |"
     )
 

@@ -74,7 +74,7 @@ class Reporter:
 class Throughput:
     """What tokens/s and TFLOP/s are computed from."""
 
-    replica_tokens: int  # tokens that a replica reads in one iteration, masked ones too
+    seq_length: int  # tokens of a sample, masked ones too
     replica_devices: int
     flops_per_token: float  # see `training_flops_per_token`
 
@@ -105,10 +105,10 @@ def training_flops_per_token(
 
 def throughput_of(config: Config, vocab_size: int, replica_devices: int) -> Throughput:
     """Of a resolved `config`."""
-    model, training = config.model, config.training
-    assert model.ffn_hidden_size and model.num_query_groups and model.kv_channels and training.replica_batch_size
+    model = config.model
+    assert model.ffn_hidden_size and model.num_query_groups and model.kv_channels
     return Throughput(
-        replica_tokens=training.replica_batch_size * model.seq_length,
+        seq_length=model.seq_length,
         replica_devices=replica_devices,
         flops_per_token=training_flops_per_token(
             num_layers=model.num_layers,
@@ -146,6 +146,7 @@ class _Column(IntEnum):
     SKIPPED_ITERATIONS = 7
     ITERATIONS = 8
     SECONDS = 9
+    SAMPLES = 10  # that the replica has read
 
 
 class MetricsReducer:
@@ -186,6 +187,7 @@ class MetricsReducer:
         self._has_norm = False
         self._skipped_iterations = 0
         self._iterations = 0
+        self._samples = 0
 
     def accumulate(
         self,
@@ -193,6 +195,7 @@ class MetricsReducer:
         num_tokens: Tensor | float,
         grad_norm: Tensor | float | None,
         *,
+        samples: int = 0,
         skipped: bool = False,
         z_loss_sum: Tensor | float | None = None,
     ) -> None:
@@ -202,10 +205,12 @@ class MetricsReducer:
         `reports_loss`. A non-finite loss is left out of the mean with its tokens, and its iteration counted
         as nan, so that one broken replica does not hide the others' loss. `grad_norm`: of the replica, before
         clipping.
+        `samples`: that the replica has read, for the throughput.
         `skipped`: no update was made (fp16 overflow: a non-finite norm is then no nan iteration). `z_loss_sum`: summed
         over the same tokens as `loss_sum`, and not in it.
         """
         self._iterations += 1
+        self._samples += samples
         self._skipped_iterations += skipped
         self._has_norm |= grad_norm is not None
         if not self._reporter.reports_loss:
@@ -255,6 +260,7 @@ class MetricsReducer:
             mine[_Column.GRAD_NORM : _Column.SKIPPED_ITERATIONS] = norms.cpu()
             mine[_Column.SKIPPED_ITERATIONS] = self._skipped_iterations
             mine[_Column.ITERATIONS] = self._iterations
+            mine[_Column.SAMPLES] = self._samples
         now = time.perf_counter()  # after the copies: the device has done all of it
         if reporter.reports_replica:
             mine[_Column.SECONDS] = now - self._clock
@@ -345,7 +351,6 @@ def train_report(slots: Tensor, known: TrainReport, throughput: Throughput | Non
 
     seconds, iterations = column(_Column.SECONDS), column(_Column.ITERATIONS)
     unequal = len(set(iterations)) > 1
-    per_iteration = [_ratio(s, n) for s, n in zip(seconds, iterations, strict=True)]
     report = replace(
         known,
         iteration_ms=1000 * _ratio(sum(seconds), sum(iterations)),
@@ -366,8 +371,8 @@ def train_report(slots: Tensor, known: TrainReport, throughput: Throughput | Non
         largest = max(column(_Column.GRAD_NORM_MAX))
         report = replace(report, grad_norm_max=largest if math.isfinite(largest) else math.nan)
     if throughput is not None:
-        tokens = [_ratio(throughput.replica_tokens, each) for each in per_iteration]  # tokens/s of each replica
-        per_device = sum(tokens) / len(tokens) / throughput.replica_devices
+        samples = [_ratio(*each) for each in zip(column(_Column.SAMPLES), seconds, strict=True)]  # a second, [R]
+        per_device = sum(samples) / len(samples) * throughput.seq_length / throughput.replica_devices
         tflops = per_device * throughput.flops_per_token / 1e12
         report = replace(report, tokens_per_second=per_device, tflops=tflops)
     return report

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_edit.config.batch_schedule import BatchSchedule
+
 
 class Pace:
     """Counts of one replica.
 
     iteration, consumed_samples  of all replicas, at the last meeting
+    batch                        global batch of each iteration; a constant one where steps are unequal
     state                        of a run of unequal steps that goes on, else None; of another number of replicas it
                                  leaves only what does not depend on them
     """
@@ -26,19 +29,19 @@ class Pace:
         consumed_samples: int,
         num_replicas: int,
         replica: int,
-        replica_batch_size: int,
+        batch: BatchSchedule,
         state: dict[str, Any] | None = None,
     ) -> None:
         state = state or {}
         self.iteration = iteration
         self.consumed_samples = consumed_samples
         self.num_replicas = num_replicas
-        self.replica_batch_size = replica_batch_size  # samples of one step of one replica
+        self.batch = batch
         self.last_steps: tuple[int, ...] | None = None  # of each replica between the last two meetings
         self._replica = replica
         self._iteration_before = iteration  # at the meeting before
         # Samples beyond the whole iterations, so that a global batch of another size never takes iterations back.
-        self._rest = int(state.get("samples_beyond_iteration", 0))
+        self._rest = samples_beyond_iteration(state, batch)
         self._replica_steps = [iteration] * num_replicas  # over the whole run, up to the last meeting
         self._own_steps = 0  # since the last meeting
         known = state.get("replica_steps", [])
@@ -62,6 +65,16 @@ class Pace:
     def is_uneven(self) -> bool:
         """Whether the iteration does not say it all."""
         return self._rest > 0 or any(steps != self.iteration for steps in self._replica_steps)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of the next iteration of all replicas."""
+        return self.batch.size_at(self.consumed_samples)
+
+    @property
+    def replica_batch_size(self) -> int:
+        """Samples of the next step of one replica."""
+        return self.global_batch_size // self.num_replicas
 
     @property
     def own_step(self) -> int:
@@ -96,8 +109,8 @@ class Pace:
     def _meet(self, steps: Sequence[int]) -> None:
         assert len(steps) == self.num_replicas and steps[self._replica] == self._own_steps, (steps, self._own_steps)
         samples = sum(steps) * self.replica_batch_size
+        iterations, self._rest = divmod(self._rest + samples, self.global_batch_size)
         self.consumed_samples += samples
-        iterations, self._rest = divmod(self._rest + samples, self.num_replicas * self.replica_batch_size)
         self._iteration_before = self.iteration
         self.iteration += iterations
         self._replica_steps = [before + now for before, now in zip(self._replica_steps, steps, strict=True)]
@@ -106,3 +119,8 @@ class Pace:
     def crossed(self, interval: int | None) -> bool:
         """Whether a multiple of `interval` iterations was reached since the meeting before."""
         return bool(interval) and self.iteration // interval > self._iteration_before // interval  # type: ignore[operator]
+
+
+def samples_beyond_iteration(state: dict[str, Any] | None, batch: BatchSchedule) -> int:
+    """Of a saved `Pace.state`; none with a batch that grows, whose iterations are steps and not a count of samples."""
+    return int((state or {}).get("samples_beyond_iteration", 0)) if batch.is_constant else 0

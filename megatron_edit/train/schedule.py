@@ -13,36 +13,41 @@ With p = samples consumed before the step, w = warm-up, d = decay length (warm-u
                           minus_sqrt 1 - sqrt(y)
     inverse-square-root max(min_lr, lr sqrt(max(w, 1) / max(p, 1)))
 
-Iteration k, counted from 1, steps with p = (k - 1) x global batch: with a warm-up the first step has the
-rate `init`. These are the values of megatron-core's OptimizerParamScheduler, which advances after each
-step; a test compares them one by one. Iterations and samples are the same thing at a constant batch: n
-iterations are n x batch samples. Unset, the decay is as long as the run.
+Iteration k, counted from 1, steps with p = the samples of the k - 1 iterations before: with a warm-up the
+first step has the rate `init`. These are the values of megatron-core's OptimizerParamScheduler, which
+advances after each step; a test compares them one by one. A length in iterations is the samples of so many
+iterations from the beginning of the schedule on, a final decay's of so many before its end. Unset, the decay
+is as long as the run.
 """
 
 from __future__ import annotations
 
 import math
 
+from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.derive import ScheduleLengths, schedule_lengths
 from megatron_edit.config.schema import OptimizerConfig
 
 
 class LearningRateSchedule:
-    """Learning rate of a run of `train_iters` iterations of `global_batch_size` samples."""
+    """Learning rate of a run of `train_iters` iterations. It begins where `first_sample` samples are consumed."""
 
-    def __init__(self, optimizer: OptimizerConfig, train_iters: int, global_batch_size: int) -> None:
+    def __init__(
+        self, optimizer: OptimizerConfig, train_iters: int, batch: BatchSchedule, first_sample: int = 0
+    ) -> None:
         self.optimizer = optimizer
         self.train_iters = train_iters
-        self.global_batch_size = global_batch_size
-        self.lengths: ScheduleLengths = schedule_lengths(optimizer, train_iters, global_batch_size)
+        self.batch = batch
+        self.first_sample = first_sample
+        self.lengths: ScheduleLengths = schedule_lengths(optimizer, train_iters, batch, first_sample)
 
     def at_iteration(self, iteration: int) -> float:
-        """Rate with which iteration `iteration` (from 1 on) steps."""
+        """Rate with which iteration `iteration` (from 1 on) after `first_sample` steps."""
         assert iteration >= 1, "iterations are counted from 1"
-        return self.at_samples((iteration - 1) * self.global_batch_size)
+        return self.at_samples(self.batch.samples_after(iteration - 1, self.first_sample) - self.first_sample)
 
     def at_samples(self, samples: float) -> float:
-        """Rate of a step before which `samples` samples were consumed, over all replicas."""
+        """Rate of a step before which `samples` samples after `first_sample` were consumed, over all replicas."""
         o, warmup, decay = self.optimizer, self.lengths.warmup, self.lengths.decay
         if warmup > 0 and samples <= warmup:
             return o.lr_warmup_init + (o.lr - o.lr_warmup_init) * samples / warmup

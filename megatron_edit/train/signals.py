@@ -1,6 +1,6 @@
 """Stop requests: all ranks of all replicas end after the same iteration, without a collective in any step.
 
-A request is SIGTERM, SIGINT or SIGUSR1 to any one rank (or to all of them at once), the end of
+A request is SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any one rank (or to all of them at once), the end of
 `--exit-duration-in-mins`, or a call of `request_stop`. It travels through a `torch.distributed.Store`,
 handled by one background thread a rank with a client connection of its own (`Store.clone`), so that it
 spreads while main threads compute, sleep or sit in a collective.
@@ -22,15 +22,17 @@ thread, not for its step. Where iterations are short, proposals lie a few bounda
 wait is rare; where they are long, the proposal is the end of the iteration in progress. A rank that has died
 or is frozen publishes nothing: the others raise `StopAgreementError`, naming it, after the time-out.
 
-Signals are taken through `signal.set_wakeup_fd`: the interpreter's C handler writes the number into a pipe
-that the thread reads. A Python handler alone would run only when the main thread comes out of a collective.
+Signals are taken through `signal.set_wakeup_fd` (`signal_pipe`): the interpreter's C handler writes the number into a
+pipe that the thread reads. A Python handler alone would run only when the main thread comes out of a collective.
 
 A second SIGINT (Ctrl-C again), a second or more after the first, ends that rank at once with exit code 1,
-without saving. Further SIGTERM and SIGUSR1 are ignored: schedulers send several as normal course (USR1 as a
+without saving. Further SIGTERM, SIGUSR1 and SIGHUP are ignored: schedulers send several as normal course (USR1 as a
 warning, TERM at the limit), launchers pass them on twice, and a save in progress must survive both; SIGKILL
-remains. torchrun kills its workers 30 s after it was asked to stop, unless it is given a longer
-`--shutdown-timeout`, and passes SIGUSR1 on only when its `--signals-to-handle` lists it (torch 2.13: torchrun
-itself overwrites TORCHELASTIC_SIGNALS_TO_HANDLE).
+remains. In a process of its own (`until_exit`) signals stay ignored after the end too: a rank that has saved must end
+with its own exit code, or the launcher would take the stop for a failure.
+torchrun kills its workers 30 s after it was asked to stop, unless it is given a longer `--shutdown-timeout`, and
+passes SIGUSR1 on only when its `--signals-to-handle` lists it (torch 2.13: torchrun itself overwrites
+TORCHELASTIC_SIGNALS_TO_HANDLE).
 
 `should_stop` counts boundaries, not optimizer steps: a method whose replicas make unequal numbers of steps
 calls it at its syncs, with the number of the sync. Such a replica reads `requested` in every step and enters its
@@ -39,23 +41,25 @@ next sync early; the others come as soon as their threads have seen the request.
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 import os
 import select
 import signal
 import sys
 import threading
 import time
-import weakref
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 
 from torch.distributed import PrefixStore, Store
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from megatron_edit.train.signal_pipe import SignalPipe
+from megatron_edit.train.store import first_line
+
 SECOND_INTERRUPT_SECONDS = 1.0  # SIGINTs that are closer together than this are one: launchers pass them on
 AGREEMENT_POLL_SECONDS = 0.01  # between polls while the target is being agreed on
+SILENCE_SECONDS = 3.0  # after which the rank that was asked says who has not answered
 MOST_ITERATIONS_AHEAD = 16  # a proposal lies at most so many boundaries beyond the next one
 
 
@@ -75,10 +79,6 @@ class StopReason:
         return f"{self.cause} on rank {self.rank}: all ranks stop after iteration {self.iteration}"
 
 
-def _note_signal(number: int, frame: FrameType | None) -> None:
-    """Python-level handler. Nothing to do: the number is already in the pipe (`signal.set_wakeup_fd`)."""
-
-
 class StopCoordinator:
     """One rank's part in the agreement. Made and closed by the main thread; see the module's text.
 
@@ -90,7 +90,7 @@ class StopCoordinator:
     `exit_duration_minutes`: request a stop so many minutes after `started` (a `time.monotonic()` value;
     default now); rank 0's clock decides. `handle_signals=False` leaves the process's signal handlers alone
     (`--no-exit-signal-handler`); requests of other ranks are still followed. Handlers can be set by a
-    process's main thread only.
+    process's main thread only. `until_exit`: the process belongs to the run: `close` ignores the signals from then on.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class StopCoordinator:
         exit_duration_minutes: float | None = None,
         started: float | None = None,
         handle_signals: bool = True,
+        until_exit: bool = False,
         poll_seconds: float = 0.2,
     ) -> None:
         own_connection = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -113,6 +114,7 @@ class StopCoordinator:
         self._timeout_seconds = timeout_seconds
         self._poll_seconds = poll_seconds
         self._exit_duration_minutes = exit_duration_minutes if rank == 0 else None
+        self._until_exit = until_exit
         self._started = time.monotonic() if started is None else started
 
         self._lock = threading.Lock()  # guards the next five, which both threads use
@@ -120,6 +122,7 @@ class StopCoordinator:
         self._boundary_time: float | None = None
         self._iteration_seconds: float | None = None
         self._proposal: int | None = None
+        self._proposed_at = math.inf  # time.monotonic(); inf again when silence was said
         self._failure: BaseException | None = None
 
         self._request: dict[str, str | int] = {}
@@ -128,14 +131,7 @@ class StopCoordinator:
         self._closing = threading.Event()
         self._pending_cause: str | None = None
         self._first_interrupt: float | None = None
-        self._previous_handlers: dict[signal.Signals, object] = {}
-        self._previous_wakeup_fd = -1
-
-        self._pipe_read, self._pipe_write = os.pipe()
-        os.set_blocking(self._pipe_read, False)
-        os.set_blocking(self._pipe_write, False)
-        if handle_signals:
-            self._install_handlers()
+        self._pipe = SignalPipe(handles=handle_signals)
         self._thread = threading.Thread(target=self._watch, name="stop-requests", daemon=True)
         self._thread.start()
 
@@ -172,23 +168,23 @@ class StopCoordinator:
         """Asks all ranks to stop; returns at once. `cause` is shown to the user. Any thread may call it."""
         if not self._closing.is_set():
             self._pending_cause = self._pending_cause or cause
-            self._wake()
+            self._pipe.wake()
 
     def close(self) -> None:
-        """Gives the signal handlers back and ends the thread. Call it after the run's last collective.
+        """Gives the signal handlers back (`until_exit`: ignores the signals) and ends the thread.
 
+        Call it after the run's last collective.
         A rank that has closed no longer answers, so it leaves its next boundary as its proposal for a request
         that comes later: ranks that are still on their way then run to the end of the training.
         """
         if self._closing.is_set():
             return
         self._closing.set()
-        self._restore_handlers()
-        self._wake()
+        self._pipe.give_back(ignore=self._until_exit)
+        self._pipe.wake()
         self._thread.join(timeout=5.0)
         if not self._thread.is_alive():  # else it hangs in a store that is gone: a daemon, it keeps its pipe
-            os.close(self._pipe_read)
-            os.close(self._pipe_write)
+            self._pipe.close()
 
     def __enter__(self) -> StopCoordinator:
         return self
@@ -208,19 +204,21 @@ class StopCoordinator:
 
     def _wait_for_target(self) -> None:
         if not self._settled.wait(self._timeout_seconds):
-            ranks = range(self._world_size)
-            missing = [str(rank) for rank in ranks if not self._store.check([f"proposal/{rank}"])]
             raise StopAgreementError(
                 f"{self._request['cause']} on rank {self._request['rank']}: no answer from rank "
-                f"{', '.join(missing) or '(last one)'} within {self._timeout_seconds:g} s; "
-                "without it the ranks cannot agree where to stop"
+                f"{self._missing()} within {self._timeout_seconds:g} s; without it the ranks cannot agree where to stop"
             )
         if self._failure is not None:
             raise self._store_lost()
 
+    def _missing(self) -> str:
+        missing = [rank for rank in range(self._world_size) if not self._store.check([f"proposal/{rank}"])]
+        return ", ".join(map(str, missing)) or "(last one)"
+
     def _store_lost(self) -> StopAgreementError:
+        assert self._failure is not None
         return StopAgreementError(
-            f"rank {self._rank}: the store through which stop requests travel is gone ({self._failure}); "
+            f"rank {self._rank}: the store through which stop requests travel is gone ({first_line(self._failure)}); "
             "the process that holds it, rank 0 or the launcher, has probably ended"
         )
 
@@ -229,7 +227,7 @@ class StopCoordinator:
     def _watch(self) -> None:
         try:
             poller = select.poll()
-            poller.register(self._pipe_read, select.POLLIN)
+            poller.register(self._pipe.read_end, select.POLLIN)
             while not self._closing.is_set():
                 agreeing = self._proposal is not None and not self._settled.is_set()
                 poller.poll(1000 * (AGREEMENT_POLL_SECONDS if agreeing else self._poll_seconds))
@@ -245,6 +243,9 @@ class StopCoordinator:
                 if self._proposal is not None and self._store.check(["target"]):
                     self._target = int(self._store.get("target"))
                     self._settled.set()
+                elif time.monotonic() - self._proposed_at > SILENCE_SECONDS:
+                    self._proposed_at = math.inf
+                    self._say(f"no answer yet from rank {self._missing()}; without it the run cannot stop and save")
             if self._proposal is None:
                 self._propose(0)
         except Exception as error:
@@ -253,20 +254,14 @@ class StopCoordinator:
             self._settled.set()
 
     def _read_signals(self) -> None:
-        try:
-            numbers = os.read(self._pipe_read, 512)
-        except BlockingIOError:
-            return
-        for number in numbers:
-            if number not in STOP_SIGNALS:  # 0: woken by ourselves; others: handlers that are not ours
-                continue
-            self._pending_cause = self._pending_cause or signal.Signals(number).name
+        for number in self._pipe.read():
+            self._pending_cause = self._pending_cause or number.name
             if number == signal.SIGINT:
                 now = time.monotonic()
                 if self._first_interrupt is None:
                     self._first_interrupt = now
                 elif now - self._first_interrupt >= SECOND_INTERRUPT_SECONDS:
-                    _say(f"rank {self._rank}: second SIGINT: ends now, without saving")
+                    print(f"rank {self._rank}: second SIGINT: ends now, without saving", file=sys.stderr, flush=True)
                     os._exit(1)
 
     def _check_duration(self) -> None:
@@ -278,8 +273,10 @@ class StopCoordinator:
         mine = json.dumps({"cause": cause, "rank": self._rank})
         if self._store.check(["request"]):
             return
-        if self._store.compare_set("request", "", mine) == mine.encode():
-            _say(f"rank {self._rank}: {cause}: all ranks will save and stop after the same iteration")
+        self._store.compare_set("request", "", mine)
+
+    def _say(self, what: str) -> None:
+        print(f"rank {self._request['rank']}: {self._request['cause']}: {what}", file=sys.stderr, flush=True)
 
     def _iterations_ahead(self) -> int:
         """As many iterations as fit into the time that a request takes to reach every thread: two polls."""
@@ -292,48 +289,11 @@ class StopCoordinator:
     def _propose(self, iterations_ahead: int) -> None:
         with self._lock:
             self._proposal = self._next_boundary + iterations_ahead
+        if self._request.get("rank") == self._rank:
+            self._proposed_at = time.monotonic()
         self._store.set(f"proposal/{self._rank}", str(self._proposal))
         if self._store.add("proposals", 1) == self._world_size:
             proposals = self._store.multi_get([f"proposal/{rank}" for rank in range(self._world_size)])
             self._store.set("target", str(max(map(int, proposals))))
-
-    # ---- signal handlers
-
-    def _install_handlers(self) -> None:
-        self._previous_wakeup_fd = signal.set_wakeup_fd(self._pipe_write, warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
-            self._previous_handlers[number] = signal.signal(number, _note_signal)
-        os.register_at_fork(after_in_child=_ForkedChild(self))
-
-    def _restore_handlers(self) -> None:
-        if not self._previous_handlers:
-            return
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # type: ignore[arg-type]
-        signal.set_wakeup_fd(self._previous_wakeup_fd)
-        self._previous_handlers = {}
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # a full pipe wakes the thread just as well
-            os.write(self._pipe_write, b"\0")
-
-
-class _ForkedChild:
-    """Called in every child that this process forks, such as a checkpoint writer.
-
-    The child shares the pipe, so a SIGTERM that ends the child must not look like a request to its parent;
-    and the Ctrl-C of a terminal, which reaches the child too, must not cut its writing short.
-    """
-
-    def __init__(self, coordinator: StopCoordinator) -> None:
-        self._coordinator = weakref.ref(coordinator)
-
-    def __call__(self) -> None:
-        coordinator = self._coordinator()
-        if coordinator is not None and coordinator._previous_handlers:
-            coordinator._restore_handlers()
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+            if self._request:
+                self._say("all ranks will save and stop after the same iteration")

@@ -10,13 +10,16 @@ step after which all replicas decide their next sync. An iteration is then a glo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from megatron_edit.config.check_batch_schedule import undivided_batches
 from megatron_edit.config.schema import Config, ConfigError
+from megatron_edit.data.blend import is_validation, set_name
 from megatron_edit.model.sharding import local_parameter_count, parameter_count
 from megatron_edit.platform import Platform
 from megatron_edit.sync.event import Meeting
@@ -31,42 +34,60 @@ from megatron_edit.train.memory import largest_of_all_ranks, memory_table
 from megatron_edit.train.metrics import MetricsReducer, Reporter, throughput_of
 from megatron_edit.train.output import RunOutput
 from megatron_edit.train.pace import Pace
+from megatron_edit.train.presence import Presence
 from megatron_edit.train.replica import build_replica, mesh_of
 from megatron_edit.train.sample_ids import SampleIdFile
+from megatron_edit.train.shared_paths import check_shared_paths
 from megatron_edit.train.signals import StopCoordinator, StopReason
 from megatron_edit.train.step import TrainStep
+from megatron_edit.train.stopped import leave_mark
 from megatron_edit.train.sync_report import stage_sync_report
 
 
 class Trainer:
     """One rank of a run. `config` must be resolved and checked; the default process group must exist.
 
-    `store`: the rendezvous store of the job, through which stop requests travel.
+    `store`: the rendezvous store of the job, through which stop requests travel. `presence`: is told where the run
+    is. `owns_process`: the process ends after `fit`, so a signal that comes after a stop is ignored until then.
     """
 
-    def __init__(self, config: Config, platform: Platform, checked: CheckedData, store: dist.Store) -> None:
+    def __init__(
+        self,
+        config: Config,
+        platform: Platform,
+        checked: CheckedData,
+        store: dist.Store,
+        *,
+        presence: Presence | None = None,
+        owns_process: bool = False,
+    ) -> None:
         training = config.training
-        assert training.global_batch_size and training.replica_batch_size and training.train_samples is not None
+        assert training.train_samples is not None
         self.config = config
-        self.global_batch_size: int = training.global_batch_size
+        self._presence = presence
+        self._owns_process = owns_process
         self.train_samples: int = training.train_samples
         self.vocab_size = checked.vocab_size
         self.mesh = mesh_of(config, platform)
+        self._output = RunOutput(config, writes=self.mesh.rank == 0)
+        for remark in check_shared_paths(config, self.mesh.checkpoint_group):
+            self._output.say(remark)
         self.data = RunData(config, checked, self.mesh)
         self.replica = build_replica(config, self.mesh, self.vocab_size)
         self.engine = self.replica.engine
         self._step = TrainStep(self.replica)
-        self._output = RunOutput(config, writes=self.mesh.rank == 0)
         self._checkpoints = RunCheckpoints(config, self.replica, self.vocab_size, self._output.say)
         start = self._checkpoints.load()
         self.train_iters = start.train_iters
-        position = start.position
+        position, batch = start.position, start.batch
+        if problems := undivided_batches(config, self.mesh.layout.world_size, position.consumed_samples):
+            raise ConfigError(problems)
         self.pace = Pace(
             iteration=position.iteration,
             consumed_samples=position.consumed_samples,
             num_replicas=self.mesh.num_replicas,
             replica=self.mesh.replica,
-            replica_batch_size=training.replica_batch_size,
+            batch=batch,
             state=position.reserves,
         )
         self._schedule, self._schedule_samples = start.schedule, position.schedule_samples
@@ -74,7 +95,7 @@ class Trainer:
         self._refuse_syncs_without_learning_rate()
         self._rendezvous_store = store
         self._logged_iteration = self.iteration
-        self._learning_rate = 0.0  # of the last step
+        self._learning_rate, self._batch_size = 0.0, 0  # of the last step
         self._at_sync = position.at_sync is not False  # with unequal steps: whether the last meeting was averaged
         # Of an interval that another method has begun.
         self._steps_before = 0 if self.engine.synchronous else self.engine.trigger.steps_since_sync
@@ -98,12 +119,11 @@ class Trainer:
         """SlowMo divides by the inner learning rate of the step before a sync. Raises ConfigError where that is 0."""
         if self.engine.method.outer_step != "slowmo":
             return
-        trigger, batch = self.engine.trigger, self.global_batch_size
+        trigger, before = self.engine.trigger, self.consumed_samples
         assert isinstance(trigger, StepTrigger)
         timetable, ahead = trigger.timetable, trigger.steps - self.iteration
         for iteration in range(self.iteration + 1, self.train_iters + 1):
             at_end = iteration == self.train_iters and iteration + ahead > timetable.warmup_end
-            before = self.consumed_samples + (iteration - 1 - self.iteration) * batch
             rate = self._schedule.at_samples(before - self._schedule_samples)
             if rate == 0 and (at_end or timetable.due_after(iteration + ahead)):
                 raise ConfigError([
@@ -111,6 +131,7 @@ class Trainer:
                     f"sync: give --min-lr (or in its warm-up --lr-warmup-init) above 0, for example "
                     f"{self.config.optimizer.lr / 10:g}"
                 ])  # fmt: skip
+            before += self.pace.batch.size_at(before)
 
     @property
     def iteration(self) -> int:
@@ -140,9 +161,11 @@ class Trainer:
                 timeout_seconds=self.config.parallel.distributed_timeout_seconds,
                 exit_duration_minutes=training.exit_duration_in_mins,
                 handle_signals=training.exit_signal_handler,
+                until_exit=self._owns_process,
             ) as stop:
                 self._end(self._iterate(stop))
             self._feed.close()
+            self._sample_ids.close()
         finally:
             self._output.close()
 
@@ -185,8 +208,9 @@ class Trainer:
             self._emit()
         self._output.show(self._metrics.poll())
         self._output.advance(self.iteration)
-        if self.pace.crossed(self.config.evaluation.eval_interval) and not self._is_done:
-            self._evaluate("validation", self.data.evaluation_splits[:1])
+        evaluation = self.config.evaluation
+        if self.pace.crossed(evaluation.eval_interval) and not (self._is_done and evaluation.eval_at_end):
+            self._evaluate(self.data.validation_splits)
         if self._checkpoints.due(self.pace, at_sync=self._known_at_sync) and not self._is_done:
             self._save()
         self._checkpoints.poll()
@@ -206,7 +230,9 @@ class Trainer:
             self._output.show(self._metrics.poll())
 
     def _train_step(self, asks_for_sync: Callable[[], bool]) -> Meeting | None:
+        self._note(f"step {self.pace.own_step + 1}")
         microbatches, sample_ids = self._feed.next_batch()
+        self._batch_size = self.pace.global_batch_size
         self._learning_rate = self._schedule.at_samples(self.pace.schedule_samples - self._schedule_samples)
         outcome = self._step.run(microbatches, self._learning_rate, asks_for_sync)
         self.pace.step()
@@ -215,6 +241,7 @@ class Trainer:
             outcome.loss_sum,
             outcome.tokens,
             outcome.grad_norm,
+            samples=len(sample_ids),
             skipped=not outcome.updated,
             z_loss_sum=outcome.z_loss_sum,
         )
@@ -238,6 +265,10 @@ class Trainer:
                 f"than --edit-min-total-steps {self.config.edit.edit_min_total_steps}"
             )
 
+    def _note(self, step: str) -> None:
+        if self._presence is not None:
+            self._presence.note(step)
+
     @property
     def _known_at_sync(self) -> bool | None:
         return None if self.engine.method.equal_steps else self._at_sync
@@ -253,7 +284,7 @@ class Trainer:
             self.iteration,
             consumed_samples=self.consumed_samples,
             learning_rate=self._learning_rate,
-            global_batch_size=self.global_batch_size,
+            global_batch_size=self._batch_size,
             local_steps=not self.engine.synchronous,
             loss_scale=float(self.replica.optimizer.get_loss_scale()) if self.config.training.fp16 else None,
         )
@@ -296,17 +327,20 @@ class Trainer:
 
     # ---- evaluation, saving, the end -------------------------------------------------------------------------------
 
-    def _evaluate(self, name: str, splits: list[str]) -> None:
+    def _evaluate(self, splits: list[str]) -> None:
         """Losses of the anchor on `splits`; nothing of it changes what training reads or draws."""
+        self._note(f"the evaluation after iteration {self.iteration}")
         for split in splits:
             with self._metrics.untimed():
                 result = evaluate(self.replica, self.data.evaluation(split))
             self._report_sync()
             self._flush_log()
-            shown = name if split == "valid" else "test"
-            self._output.show([EvaluationReport(self.iteration, shown, result.loss, result.tokens)])
+            shown = "validation" if is_validation(split) else "test"
+            report = EvaluationReport(self.iteration, shown, result.loss, result.tokens, set_name(split))
+            self._output.show([report])
 
     def _save(self, *, wait: bool = False) -> None:
+        self._note(f"the save after iteration {self.iteration}")
         with self._metrics.untimed():
             self._flush_log()  # a start that resumes here finds the lines up to here
             unequal = self.pace.is_uneven or not self.engine.method.equal_steps
@@ -327,12 +361,14 @@ class Trainer:
         self._flush_log()
         if reason is not None:
             self._output.say(str(reason))
+            if self.mesh.rank == 0:
+                leave_mark(self.config.checkpoint.save, str(reason), os.environ)
             return
         self.engine.sync_now()
         self._report_sync()
         self._flush_log()
         self._checkpoints.save_final(self.iteration)
         if self.config.evaluation.eval_at_end:
-            self._evaluate("validation", self.data.evaluation_splits)
+            self._evaluate(self.data.evaluation_splits)
             if not self.data.evaluation_splits:
                 self._output.say("nothing was evaluated: no validation data, or --eval-iters 0")

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 from uuid import uuid4
 
 from megatron_edit.config.schema import LoggingConfig
@@ -81,7 +81,7 @@ class MetricsWriter:
         if file is not None:
             self._open(str(file), lambda: _JsonLines(file, iteration, say))
         if tensorboard_dir is not None:
-            self._open("TensorBoard", lambda: _TensorBoard(tensorboard_dir, iteration))
+            self._open("TensorBoard", lambda: _TensorBoard(tensorboard_dir, iteration, say))
         if project is not None:
             self._open("Weights & Biases", lambda: _WeightsAndBiases(project, save, iteration, settings or {}))
 
@@ -127,7 +127,7 @@ def scalars_of(report: AnyReport) -> dict[str, float]:
         shown = {k: v for k, v in asdict(report).items() if k not in ("iteration", "of", "num_replicas")}
         return {f"sync/{name.replace('_', '-')}": float(value) for name, value in shown.items()}
     if isinstance(report, EvaluationReport):
-        name = f"lm loss {report.split}"
+        name = f"lm loss {report.split}" + (f" {report.set}" if report.set is not None else "")
         return {name: report.lm_loss, f"{name} ppl": math.exp(min(report.lm_loss, 20.0))}
     scalars: dict[str, float | None] = {
         "lm loss": report.lm_loss,
@@ -157,13 +157,42 @@ class _JsonLines:
         dropped = drop_lines_after(file, iteration)
         if dropped:
             say(f"{file}: {dropped} lines after iteration {iteration} moved to {file.name}.dropped")
-        self._stream = file.open("a", buffering=1, encoding="utf-8")  # a line is in the file once it is written
+        self._lines = LineFile(file, say)
 
     def write(self, report: AnyReport) -> None:
-        self._stream.write(json.dumps(record_of(report) | {"time": round(time.time(), 3)}) + "\n")
+        self._lines.write(json.dumps(record_of(report) | {"time": round(time.time(), 3)}))
 
     def close(self) -> None:
+        self._lines.close()
+
+
+class LineFile:
+    """Lines are appended to `path`, each in the file once it is written. When the file, or its folder, is removed or
+    moved away, a new one is begun at that place, and `say` is told."""
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self._path, self._say = path, say
+        self._stream = self._open()
+
+    def write(self, line: str) -> None:
+        """Appends `line`. Raises OSError."""
+        try:
+            is_there = os.path.samestat(os.fstat(self._stream.fileno()), os.stat(self._path))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            self._stream.close()
+            self._stream = self._open()
+            self._say(f"*** {self._path} was removed or moved away while the run went on: a new one is begun ***")
+        self._stream.write(line + "\n")
+
+    def close(self) -> None:
+        """Ends it."""
         self._stream.close()
+
+    def _open(self) -> IO[str]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return self._path.open("a", buffering=1, encoding="utf-8")
 
 
 def drop_lines_after(file: Path, iteration: int) -> int:
@@ -195,12 +224,17 @@ def drop_lines(file: Path, drops: Callable[[dict[str, Any]], bool]) -> int:
 
 
 class _TensorBoard:
-    def __init__(self, folder: str, iteration: int) -> None:
+    def __init__(self, folder: str, iteration: int, say: Callable[[str], None]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(folder, purge_step=iteration + 1, flush_secs=10)
+        self._make, self._folder, self._say = SummaryWriter, folder, say
+        self._writer = self._make(folder, purge_step=iteration + 1, flush_secs=10)
 
     def write(self, report: AnyReport) -> None:
+        if not os.path.isdir(self._folder):
+            self._writer.close()
+            self._writer = self._make(self._folder, flush_secs=10)
+            self._say(f"*** {self._folder} was removed or moved away while the run went on: it is made anew ***")
         for tag, value in scalars_of(report).items():
             self._writer.add_scalar(tag, value, report.iteration)
 

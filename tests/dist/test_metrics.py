@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_edit.testing.ranks import run_ranks
 from megatron_edit.train.loglines import SyncReport, TrainReport, training_line
-from megatron_edit.train.metrics import MetricsError, MetricsReducer, Reporter
+from megatron_edit.train.metrics import MetricsError, MetricsReducer, Reporter, Throughput
 
 CPU = torch.device("cpu")
 
@@ -182,6 +182,24 @@ def test_time_of_evaluation_is_no_time_of_the_iterations() -> None:
 
     (milliseconds,) = run_ranks(run, 1, timeout_s=30)
     assert 50 <= milliseconds < 400
+
+
+def test_throughput_counts_the_samples_that_were_read() -> None:
+    """Of a batch that grows each step has its own; nothing of an earlier line counts again."""
+
+    def run(rank: int, world_size: int) -> list[float]:
+        throughput = Throughput(seq_length=32, replica_devices=2, flops_per_token=1.0)
+        group = dist.new_group(backend="gloo")
+        reducer = MetricsReducer(group, CPU, reporter_of(rank, replicas=1), train_iters=9, throughput=throughput)
+        for iteration, samples in enumerate((4, 4, 12, 16), start=1):
+            reducer.accumulate(1.0, 1, 1.0, samples=samples)
+            if iteration != 1:
+                emit(reducer, iteration)
+        reports = reducer.flush(20)
+        return [each.tokens_per_second * each.iteration_ms / 1000 for each in reports]  # in a mean iteration
+
+    (tokens,) = run_ranks(run, 1, timeout_s=30)
+    assert tokens == pytest.approx([(4 + 4) / 2 * 16, 12 * 16, 16 * 16])
 
 
 def test_sync_reports_of_the_stages_become_one_line_between_training_lines() -> None:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from megatron_edit.testing.ranks import run_ranks
 from megatron_edit.train import signals
-from megatron_edit.train.signals import STOP_SIGNALS, StopCoordinator
+from megatron_edit.train.signal_pipe import STOP_SIGNALS
+from megatron_edit.train.signals import StopCoordinator
 
 REPLICAS = [[0, 1], [2, 3]]
 USER = 4
@@ -39,7 +40,7 @@ def trial_plan(trial: int) -> dict[str, Any]:
 
 def many_trials(rank: int, world_size: int) -> list[dict[str, Any]]:
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # what holds between trials, when no coordinator listens
+        signal.signal(number, lambda *_: None)  # what holds between trials, when no coordinator listens
     store = dist.distributed_c10d._get_default_store()
     replica_groups = [dist.new_group(ranks) for ranks in REPLICAS]
     everyone_trains = dist.new_group([0, 1, 2, 3])

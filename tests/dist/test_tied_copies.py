@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit.model.names import module_key
+from megatron_edit.sync.modules import ModuleShard
 from megatron_edit.train.replica import Replica
 from tests.dist.against_reference import differences
 from tests.dist.engine_runs import RankRecord, Run, run_engine
@@ -119,6 +120,31 @@ def test_anchors_that_have_parted_are_made_one_again(factor: float, said: int) -
     lines = warnings_of(records)
     assert len(lines) == said, lines
     assert not said or "the anchor's two copies of the tied embedding" in lines[0]
+
+
+def measures_one_copy_too_long(replica: Replica) -> None:
+    """The last stage's arithmetic gives another norm of the same numbers."""
+    right = replica.engine._measure
+
+    def measure(modules: list[Any], keep: int) -> Any:
+        def square_sum(module: ModuleShard, flat: Tensor) -> Tensor:
+            found = plain(module, flat)
+            return 2 * found if module.key == "embedding" and replica.mesh.is_last_stage else found
+
+        plain = ModuleShard.counted_square_sum
+        ModuleShard.counted_square_sum = square_sum  # type: ignore[method-assign]
+        try:
+            return right(modules, keep)
+        finally:
+            ModuleShard.counted_square_sum = plain  # type: ignore[method-assign]
+
+    replica.engine._measure = measure  # type: ignore[method-assign]
+
+
+def test_both_stages_decide_by_one_norm() -> None:
+    records = run_engine(tied_run(fault=measures_one_copy_too_long))
+    assert "norms" in differences(tied_run(), records)  # the fault is one
+    assert "one decision" not in differences(tied_run(), records) and copies_agree(records)
 
 
 def test_healthy_copies_take_one_decision_and_nothing_is_said() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_edit.checkpoint.manifest import read_manifest
+from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.schema import OptimizerConfig
 from megatron_edit.train.schedule import LearningRateSchedule
 from tests.e2e.runs import TINY, differences, evaluations, start, syncs, train, training_lines
@@ -51,7 +52,7 @@ def test_log_data_and_learning_rate(tmp_path: Path) -> None:
         tokens = 8 * 32 / (report["iteration_ms"] / 1000) / 2
         assert report["tokens_per_second"] == pytest.approx(tokens, rel=0.1)
 
-    schedule = LearningRateSchedule(OptimizerConfig(**SCHEDULE), 50, 8)
+    schedule = LearningRateSchedule(OptimizerConfig(**SCHEDULE), 50, BatchSchedule.constant(8))
     for replica in range(2):
         expected = [schedule.at_samples(samples) for samples in scheduled(replica, intervals=6)]
         rates = [float(line) for line in (tmp_path / f"{replica}.rates").read_text().splitlines()]

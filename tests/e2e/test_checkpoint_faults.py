@@ -18,6 +18,7 @@ import pytest
 
 from megatron_edit.checkpoint.folders import CheckpointFolder
 from megatron_edit.checkpoint.manifest import content_problem
+from megatron_edit.checkpoint.save_folder import SaveFolder
 from megatron_edit.testing.command import CommandResult
 from tests.e2e.runs import differences, losses, start, train
 
@@ -201,16 +202,16 @@ def read_only_from(iteration: int) -> Callable[[int], None]:
     """The file system turns read-only: nothing can be made in the folder any more."""
 
     def in_rank(rank: int) -> None:
-        from megatron_edit.checkpoint.folders import CheckpointFolder
+        from megatron_edit.checkpoint.save_folder import SaveFolder
 
-        original = CheckpointFolder.begin
+        original = SaveFolder.begin
 
-        def begin(self: CheckpointFolder, name: str) -> Path:
+        def begin(self: SaveFolder, name: str) -> Path:
             if name >= f"iter_{iteration:07d}":
                 raise OSError(30, "Read-only file system", str(self.directory))
             return original(self, name)
 
-        CheckpointFolder.begin = begin  # type: ignore[method-assign]
+        SaveFolder.begin = begin  # type: ignore[method-assign]
 
     return in_rank
 
@@ -226,7 +227,7 @@ def test_a_folder_that_turns_read_only(tmp_path: Path) -> None:
 
 
 def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
-    holder = CheckpointFolder(tmp_path)
+    holder = SaveFolder(tmp_path)
     holder.acquire()
     result = start(2, **SMALL, train_iters=2, save=str(tmp_path))
     assert 2 in result.exit_codes and set(result.exit_codes) <= {2, -signal.SIGTERM}, result
@@ -234,3 +235,45 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     assert complete(tmp_path) == [] and losses(result.stdout) == {}
     holder.release()
     train(2, **SMALL, train_iters=2, save=str(tmp_path))
+
+
+# ---- folders that are not there, or not for all ----------------------------------------------------------------------
+
+
+def test_ranks_with_a_folder_each_are_refused_before_training(tmp_path: Path) -> None:
+    def in_rank(rank: int) -> None:
+        from megatron_edit.checkpoint import shared
+
+        shared._SECONDS = 0.1
+        (tmp_path / str(rank)).mkdir()
+        os.chdir(tmp_path / str(rank))
+
+    result = start(2, **SMALL, train_iters=2, save="ck", in_rank=in_rank)
+    assert result.exit_codes[0] == 2 and losses(result.stdout) == {}, result
+    assert "--save ck is not one place for all ranks" in result.stderr
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_folder_that_is_removed_while_training(tmp_path: Path) -> None:
+    """A loud line; folder, lock and metrics are made anew, and the run can be resumed from what is saved then."""
+    folder = tmp_path / "run"
+
+    def in_rank(rank: int) -> None:
+        from megatron_edit.train.trainer import Trainer
+
+        original = Trainer._train_iteration
+
+        def train_iteration(self: Trainer) -> None:
+            original(self)
+            if rank == 0 and self.iteration == 5:
+                folder.rename(tmp_path / "moved")
+
+        Trainer._train_iteration = train_iteration  # type: ignore[method-assign]
+
+    settings = {**SMALL, "save": str(folder), "load": str(folder), "save_interval": 2}
+    result = train(2, **settings, train_iters=7, in_rank=in_rank)
+    assert f"*** --save {folder} was removed or moved away while the run went on, with the checkpoints" in result.stdout
+    assert f"*** {folder / 'metrics.jsonl'} was removed or moved away" in result.stdout
+    assert complete(folder) == [6, 7] and complete(tmp_path / "moved") == [2, 4] and (folder / ".lock").exists()
+    assert '"iteration": 7' in (folder / "metrics.jsonl").read_text()
+    assert "resumed iteration 7 of 8" in train(2, **settings, train_iters=8).stdout

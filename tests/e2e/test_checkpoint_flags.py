@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_edit.checkpoint.folders import POINTER
+from megatron_edit.convert.megatron import MegatronWeights
 from megatron_edit.testing.command import CommandResult
 from tests.e2e.runs import differences, files_below, losses, masters, start, syncs, train, training_lines, weights_of
 
@@ -122,6 +123,32 @@ def test_weights_alone_are_the_anchor_in_every_replica(saved: Path, tmp_path: Pa
     assert all(torch.equal(final[name], anchor[name]) for name in anchor)
 
 
+def test_finetune_takes_final_as_conversion_does(tmp_path: Path) -> None:
+    """Of a run that has ended, `final/`, which has the last sync; of one that went on after it, the anchor."""
+    run, new = tmp_path / "run", tmp_path / "new"
+    train(2, **SMALL, train_iters=4, save=str(run))
+    settings = {**SMALL, "train_iters": 0, "load": str(run)}
+
+    def weights(name: str, *words: str) -> dict[str, torch.Tensor]:
+        train(2, "--finetune", *words, **settings, save=str(new / name))
+        found = weights_of(new / name / "final", "model.")
+        converted = MegatronWeights(run, step=int(words[1]) if words else None)
+        assert all(torch.equal(found[tensor], converted.read(tensor)) for tensor in converted.shapes)
+        return found
+
+    def same(found: dict[str, torch.Tensor], folder: Path, prefix: str) -> bool:
+        return all(torch.equal(found[name], value) for name, value in weights_of(folder, prefix).items())
+
+    found = weights("final")
+    assert same(found, run / "final", "model.") and not same(found, run / "iter_0000004", "edit.anchor.")
+    assert same(weights("asked for", "--ckpt-step", "4"), run / "iter_0000004", "edit.anchor.")
+    os.truncate(run / "final" / "__0_0.distcp", 100)
+    message = refused(start(2, "--finetune", **settings))
+    assert "final/__0_0.distcp has 100 bytes" in message and "--load-fallback would take the checkpoint" in message
+    train(2, **SMALL, train_iters=7, exit_interval=5, save=str(run), load=str(run))
+    assert same(weights("went on"), run / "iter_0000005", "edit.anchor.")
+
+
 def test_final_weights_cannot_be_resumed(tmp_path: Path) -> None:
     train(1, **{**SMALL, "edit_num_replicas": 1}, train_iters=1, save=str(tmp_path))
     settings = {**SMALL, "edit_num_replicas": 1, "train_iters": 2, "load": str(tmp_path / "final")}
@@ -135,6 +162,25 @@ def test_contradictions_are_refused(saved: Path) -> None:
     same = {**SMALL, "edit_num_replicas": 1, "load": str(saved), "save": str(saved)}
     assert "would begin anew at every start" in refused(start(1, "--finetune", **same))
     assert "--ckpt-step needs --load" in refused(start(1, **{**SMALL, "edit_num_replicas": 1}, ckpt_step=4))
+
+
+# ---- another batch ---------------------------------------------------------------------------------------------------
+
+
+def test_another_batch_leaves_rate_and_length_true(tmp_path: Path) -> None:
+    """Twice the batch, or twice the replicas, for the last ten of twenty iterations."""
+    settings = {**SMALL, **COSINE, "train_iters": 20, "load": str(tmp_path)}
+    train(2, **settings, save=str(tmp_path), exit_interval=10)
+    more: list[tuple[int, dict[str, Any]]] = [
+        (2, {"global_batch_size": 16}),
+        (4, {"edit_num_replicas": 4, "global_batch_size": None, "replica_batch_size": 4}),
+    ]
+    for ranks, change in more:
+        result = train(ranks, **{**settings, **change}, exit_interval=12)
+        assert rates(result) == pytest.approx([cosine(k) for k in (11, 12)], rel=1e-5)
+        assert rate_line(result).endswith("global batch 8 -> 16; the rate goes on where it was")
+        done = "of which 10 iterations and 80 samples are done"
+        assert f"length: 20 iterations, 240 samples, 7680 tokens, {done}" in result.stdout
 
 
 # ---- --no-load-rng ---------------------------------------------------------------------------------------------------
@@ -191,8 +237,51 @@ def test_damage_is_named_and_the_one_before_is_taken_when_allowed(damage: str, r
     assert files_below(run) - {".lock"} == before - {".lock"}
     result = start(2, "--load-fallback", **settings, exit_interval=11)
     assert named in result.stdout and "*** falling back to" in result.stdout, result
+    assert (run / "iter_0000010.damaged").exists() == (not damage.startswith("pointer"))
     expected = 10 if damage == "pointer is no number" else 8
     assert f"resumed iteration {expected} of 20" in result.stdout
+
+
+@pytest.mark.parametrize("words", [[], ["--load-fallback"]], ids=["alone", "with --load-fallback"])
+def test_damage_of_the_only_checkpoint_is_no_first_start(words: list[str], run: Path) -> None:
+    for iteration in (4, 8):
+        shutil.rmtree(run / f"iter_{iteration:07d}")
+    flip(run / "iter_0000010" / "__1_0.distcp")
+    (run / "iter_0000012.partial").mkdir()
+    before = files_below(run) | {".lock"}
+    settings = {**SMALL, "train_iters": 20, "load": str(run), "save": str(run), "keep_checkpoints": 1}
+    message = refused(start(2, *words, **settings))
+    assert "__1_0.distcp is damaged" in message and "this is not a first start" in message
+    assert files_below(run) == before
+
+
+@pytest.mark.parametrize("part", ["folder", "shard"])
+def test_what_cannot_be_read_is_no_first_start(part: str, run: Path) -> None:
+    """An I/O error on one rank, simulated: of the folder's list on rank 0, of a shard's content on rank 1."""
+
+    def in_rank(rank: int) -> None:
+        from megatron_edit.checkpoint import manifest
+
+        iterdir = Path.iterdir
+
+        def failing_list(self: Path) -> Any:
+            if self == run:
+                raise OSError(5, "Input/output error", str(self))
+            return iterdir(self)
+
+        def failing_read(path: Path) -> Any:
+            raise OSError(5, "Input/output error", str(path))
+
+        if part == "folder" and rank == 0:
+            Path.iterdir = failing_list  # type: ignore[method-assign]
+        elif part == "shard" and rank == 1:
+            manifest.describe_file = failing_read
+
+    before = files_below(run) | {".lock"}
+    settings = {**SMALL, "train_iters": 20, "load": str(run), "save": str(run)}
+    message = refused(start(2, **settings, in_rank=in_rank))
+    assert "cannot be read: Input/output error" in message and str(run) in message
+    assert files_below(run) | {".lock"} == before
 
 
 def test_rank_0_decides(run: Path, tmp_path: Path) -> None:
@@ -296,6 +385,28 @@ def test_compact_waits_for_a_sync_and_a_stop_does_not(tmp_path: Path) -> None:
     assert scopes == {"iter_0000006": "compact", "iter_0000009": "compact", "iter_0000010": "full"}
     second = train(2, **{**settings, "save": None}, ckpt_step=9, exit_interval=12)
     assert "resumed iteration 9 of 20" in second.stdout and syncs(second.stdout) == {4: 12}
+
+
+WIDE = {**SMALL, "hidden_size": 128, "ffn_hidden_size": 512, "edit_sync_interval": 4, "train_iters": 6, "bf16": True}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"save_scope": "compact", "edit_sync_interval": 3}, {"edit_method": "streaming", "edit_sync_delay": 2},
+     *(pytest.param(more, marks=pytest.mark.full(reason="more methods"))
+       for more in ({"edit_method": "co2"}, {"edit_method": "baseline"}, {"edit_comm_dtype": "int8"}))],
+    ids=str,
+)  # fmt: skip
+def test_a_save_has_the_size_that_was_said(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Within 4 %, which is what small tensors have around them. A delay: at most, when averages are under way."""
+    def size(folder: Path) -> float:
+        return sum(path.stat().st_size for path in folder.iterdir()) / 1e6
+
+    result = train(2, **{**WIDE, **settings}, save=str(tmp_path))
+    found = re.search(r"^save: about ([\d.]+) MB a checkpoint .* ([\d.]+) MB for final/", result.stdout, re.MULTILINE)
+    assert found is not None, result.stdout
+    assert size(tmp_path / "iter_0000006") == pytest.approx(float(found[1]), rel=0.04)
+    assert size(tmp_path / "final") == pytest.approx(float(found[2]), rel=0.06)
 
 
 # ---- R 2 -> 4 -> 3 -> 1 ----------------------------------------------------------------------------------------------

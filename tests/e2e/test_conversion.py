@@ -6,14 +6,17 @@ import contextlib
 import io
 import json
 import math
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from megatron_edit.convert.assets import generation_config
 from megatron_edit.convert.command import main as convert
 from megatron_edit.convert.megatron import MegatronWeights
 from megatron_edit.inference.evaluate import main as evaluate
@@ -102,6 +105,7 @@ def test_b40_a_trained_model_is_the_same_in_transformers(tmp_path: Path, corpora
     )  # fmt: skip
     (numbers,) = json.loads((tmp_path / "out.json").read_text())["perplexity"]
     assert numbers["tokens"] == len(windows) * 32 and f"{numbers['loss']:.6f}" in printed
+    assert numbers["seq_length"] == 32 and "tokens in windows of 32 (--seq-length)" in printed
     assert numbers["loss"] == pytest.approx(loss, abs=1e-5)
     assert numbers["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
 
@@ -118,8 +122,39 @@ def test_b40_a_trained_model_is_the_same_in_transformers(tmp_path: Path, corpora
         (record,) = map(json.loads, output.read_text().splitlines())
         assert record["ids"] == found["new"] and record["prompt_ids"] == found["ids"]
 
+    for flags, ids in (((), [256, *b"of"]), (("--no-parse-special-tokens",), list(b"<bos>of"))):
+        words = ("--load", tmp_path / "hf", "--prompt", "<bos>of", "--max-new-tokens", 1, "--output", output)
+        tool(generate, *words, *flags)
+        (record,) = map(json.loads, output.read_text().splitlines())
+        assert record["prompt_ids"] == ids
+
     (printed,) = tool(verify, "--load", run, "--hf", tmp_path / "hf", "--text", "a replica and its anchor")
     assert "equal, with --tolerance 1e-05" in printed
+
+
+def test_large_hidden_states_are_no_difference_and_a_wrong_weight_is(tmp_path: Path) -> None:
+    """As in SmolLM2: one channel of 1e3 and more after a layer. Rounding alone then moves the logits by far more than
+    1e-5 of the largest, in transformers too, from one way to compute the attention to another."""
+    from megatron_edit.convert.tokenizer_json import write_byte_tokenizer
+
+    write_folder(tmp_path / "hf", max_position_embeddings=512)
+    write_byte_tokenizer(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.down_proj.weight"][7] *= 2000
+    weights["model.norm.weight"] *= 30
+    save_file(weights, file, metadata={"format": "pt"})
+    converted("hf-to-megatron", tmp_path / "hf", tmp_path / "same")
+    (printed,) = tool(verify, "--load", tmp_path / "same", "--hf", tmp_path / "hf", "--per-layer")
+    relative, spread = (float(word) for word in re.findall(r"most [^,]+, (\S+) of the.* itself by (\S+) ", printed)[0])
+    assert relative > 1e-5 and spread > 1e-3 and "equal, with" in printed, printed
+    assert re.search(r"layer 3: \d\.\de-0\d of the largest value 14\d\d", printed)
+    shutil.copytree(tmp_path / "hf", tmp_path / "other")
+    weights["model.layers.0.mlp.up_proj.weight"][5, 5] += 0.001
+    save_file(weights, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    words = ["--load", str(tmp_path / "other"), "--hf", str(tmp_path / "hf")]
+    ((code, printed),) = run_ranks(_run_tool, 1, verify, words, timeout_s=240)
+    assert code == 1 and "different, with" in printed and "layer 0:" in printed, printed
 
 
 @pytest.mark.parametrize("untied", [True, False])
@@ -222,10 +257,12 @@ def test_tokenizer_files_travel_both_ways_and_are_used(tmp_path: Path, corpora: 
         **of_file(),
     )  # fmt: skip
     assert "started from the weights" in run.stdout
-    for source, names in (("start", ("tokenizer.json", "tokenizer_config.json", "generation_config.json")),
-                          ("run", ("tokenizer.json", "tokenizer_config.json"))):  # fmt: skip
+    assert "when it was saved" not in run.stdout  # the converted model had no samples, so no seq_length
+    generation = generation_config(MegatronWeights(tmp_path / "run"))  # its end ids end a generated text
+    assert generation is not None and json.loads(generation.read_text()) == {"temperature": 0.5}
+    for source in ("start", "run"):
         converted("megatron-to-hf", tmp_path / source, tmp_path / f"{source}-hf")
-        for name in names:
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             original, copy = tmp_path / "hf" / name, tmp_path / f"{source}-hf" / name
             assert original.read_bytes() == copy.read_bytes()
         assert load_file(tmp_path / f"{source}-hf" / "model.safetensors")["lm_head.weight"].shape[0] == 300

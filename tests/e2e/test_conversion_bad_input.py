@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from megatron_edit.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron_edit.convert.command import main as convert
 from megatron_edit.convert.hugging_face import HuggingFaceWeights
-from megatron_edit.convert.megatron import write_megatron
+from megatron_edit.convert.megatron import MegatronWeights, write_megatron
 from tests.e2e.runs import train
 from tests.reference.hf_folder import edit_config, write_folder
 from tests.reference.hugging_face import run_python
@@ -65,6 +67,9 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "file with a name too many": (
         lambda f: change_index(f, lambda places: places.pop(OUTPUT)), (OUTPUT, "is not in " + INDEX),
     ),
+    "index with numbers": (
+        lambda f: change_index(f, lambda places: places.update(dict.fromkeys(places, 3))), (INDEX, "cannot be read"),
+    ),
     "damaged index": (lambda f: (f / INDEX).write_text("{"), (INDEX,)),
     "tensor too many": (
         lambda f: change_tensors(f, lambda t: t.update({"model.layers.4.mlp.x": torch.ones(3)})),
@@ -100,6 +105,38 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "unknown rope type": (lambda f: edit_config(f, rope_scaling=ROPE), ("yarn", "default, linear, llama3")),
     "old rope type": (lambda f: edit_config(f, rope_scaling={"type": "dynamic", "factor": 2.0}), ("dynamic",)),
     "rope without its factor": (lambda f: edit_config(f, rope_scaling={"rope_type": "linear"}), ("linear", "factor")),
+    "rope in two spellings that differ": (
+        lambda f: edit_config(f, rope_theta=None, rope_parameters={"rope_theta": 10000.0},
+                              rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        ("rope_parameters and rope_scaling", "rope_scaling_type none and linear", "remove one"),
+    ),
+    "rope_theta in two places": (
+        lambda f: edit_config(f, rope_parameters={"rope_theta": 5e5}),
+        ("500000.0 and rope_theta 10000.0", "remove one"),
+    ),
+    "rope factor below 1": (
+        lambda f: edit_config(f, rope_scaling={"type": "linear", "factor": 0.5}), ("rope_scaling.factor", "at least 1"),
+    ),
+    "rope factor as text": (
+        lambda f: edit_config(f, rope_scaling={"type": "linear", "factor": "8"}), ("rope_scaling.factor", "not '8'"),
+    ),
+    "rope factor NaN": (
+        lambda f: edit_config(f, rope_scaling={"type": "linear", "factor": float("nan")}), ("factor", "finite"),
+    ),
+    "rope as text": (lambda f: edit_config(f, rope_scaling="linear"), ("rope_scaling 'linear'", "mapping such as")),
+    "rope frequencies the wrong way round": (
+        lambda f: edit_config(f, rope_scaling={
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 16,
+        }), ("low_freq_factor 4.0", "below high_freq_factor 1.0"),
+    ),
+    "an adapter on top": (
+        lambda f: (f / "adapter_config.json").write_text("{}"), ("adapter_config.json", "merge"),
+    ),
+    "weights of torch alone": (
+        lambda f: [path.rename(f / f"pytorch_{path.stem}.bin") for path in f.glob("model*")],
+        ("model.safetensors", "pytorch_model*.bin are not read"),
+    ),
     "rope per layer type": (
         lambda f: edit_config(f, rope_parameters={"full_attention": {"rope_type": "default"}}), ("full_attention",),
     ),
@@ -115,7 +152,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "some layers slide": (
         lambda f: edit_config(f, layer_types=["full_attention", "sliding_attention"] * 2), ("sliding_attention",),
     ),
-    "no number": (lambda f: edit_config(f, hidden_size="64"), ("hidden_size '64'",)),
+    "no number": (lambda f: edit_config(f, hidden_size="64"), ("hidden_size must be an integer, not '64'",)),
     "left out": (lambda f: edit_config(f, intermediate_size=None), ("intermediate_size", "missing")),
     "heads and groups": (lambda f: edit_config(f, num_key_value_heads=3), ("8", "num_key_value_heads 3")),
     "vocabulary": (lambda f: edit_config(f, vocab_size=300), ("259 rows", "vocab_size 300")),
@@ -139,13 +176,38 @@ def test_a_window_that_is_never_reached_is_converted(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "out").content["model"]["max_position_embeddings"] == 16
 
 
+def test_weights_that_stand_twice_are_those_that_transformers_takes(tmp_path: Path) -> None:
+    """A single file beside an index, whose shards hold other weights or are gone; files of torch beside both."""
+    hf = tmp_path / "hf"
+    write_folder(hf, shards=3)
+    tensors = {name: tensor for path in hf.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, hf / "model.safetensors", {"format": "pt"})
+    (hf / "pytorch_model.bin").write_text("x")
+    for out in ("one", "two"):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            words = ["hf-to-megatron", "--input", str(hf), "--output", str(tmp_path / out), "--quiet"]
+            assert convert(words) == 0
+        assert "model.safetensors is read, as transformers does" in printed.getvalue()
+        script = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+print(AutoModelForCausalLM.from_pretrained(sys.argv[1]).model.norm.weight.double().sum().item())
+"""
+        if out == "one":
+            expected = float(run_python("-c", script, str(hf)).split()[-1])
+        ours = MegatronWeights(tmp_path / out).read("decoder.final_layernorm.weight")
+        assert ours.double().sum().item() == pytest.approx(expected, rel=1e-6)
+        (hf / SECOND).unlink(missing_ok=True)
+
+
 def test_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hf, out = tmp_path / "hf", tmp_path / "out"
     write_folder(hf)
     words = ("hf-to-megatron", "--input", hf, "--output", out)
     assert "float23" in refused(capsys, tmp_path, *words, "--dtype", "float23")
     message = refused(capsys, tmp_path, *words, "--tensor-model-parallel-size", 3)
-    assert "--tensor-model-parallel-size 3" in message and "works is 2" in message
+    assert "--tensor-model-parallel-size 3" in message and "sizes would work: 1, 2" in message
     assert "--num-layers 4" in refused(capsys, tmp_path, *words, "--pipeline-model-parallel-size", 3)
     assert "not a folder" in refused(capsys, tmp_path, "megatron-to-hf", "--input", tmp_path / "no", "--output", out)
     message = refused(capsys, tmp_path, "megatron-to-hf", "--input", hf, "--output", out)

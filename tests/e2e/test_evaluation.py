@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from megatron_edit.data.corpus import TokenizerSpec, preprocess
 from megatron_edit.data.tokenizers import ByteTokenizer
 from tests.e2e.conftest import Corpora
-from tests.e2e.runs import differences, evaluations, losses, train, weights_of
+from tests.e2e.runs import differences, evaluations, losses, start, train, training_lines, weights_of
 from tests.reference.plain_edit import LlamaShape, PlainLlama
 
 SEQ_LENGTH = 32
@@ -45,8 +46,8 @@ def offline_loss(final: Path, documents: list[list[int]], *, mask_after_end: boo
     model = PlainLlama(LlamaShape(4, 64, 128, 8, 2, 259, 8), weights)
     loss_sum, tokens = 0.0, 0
     for ids in documents:
-        for start in range(0, len(ids) - SEQ_LENGTH, SEQ_LENGTH):
-            sample = torch.tensor(ids[start : start + SEQ_LENGTH + 1])
+        for first in range(0, len(ids) - SEQ_LENGTH, SEQ_LENGTH):
+            sample = torch.tensor(ids[first : first + SEQ_LENGTH + 1])
             logits = model.logits(sample[None, :-1])[0]  # [S, V]
             each = torch.nn.functional.cross_entropy(logits, sample[1:], reduction="none")
             counts = (sample[:-1] != EOD) if mask_after_end else torch.ones(SEQ_LENGTH, dtype=torch.bool)
@@ -97,6 +98,31 @@ def test_one_value_in_every_layout(
     assert found == pytest.approx(dict.fromkeys(LAYOUTS, expected), rel=1e-5)
 
 
+def test_named_sets_have_a_loss_each_and_the_z_loss_is_in_none(
+    corpora: Corpora, held_out: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """In log and metrics.jsonl, at the interval and at the end; a set without files is refused."""
+    a, b = held_out
+    settings = {"mock_data": None, "train_data_path": [corpora.documents_200], "tokenizer_type": "ByteTokenizer",
+                "train_iters": 2, "edit_sync_interval": 1, "eval_interval": 1, "eval_iters": 99,
+                "save": str(tmp_path / "run"), "z_loss_coeff": 0.01, "lr": 1e-9}  # fmt: skip
+    result = train(2, **settings, valid_data_path=[f"first={a}", "second=1", b])
+    found = re.findall(r"^ validation loss at iteration (\d) on (\w+) \| lm loss value: (\S+) \|", result.stdout, re.M)
+    assert [(k, name) for k, name, _ in found] == [(k, name) for k in "12" for name in ("first", "second")]
+    expected = [offline_loss(tmp_path / "run" / "final", [ids], mask_after_end=False) for ids in held_out.values()]
+    assert [float(loss) for *_, loss in found[-2:]] == pytest.approx(expected, rel=1e-5)
+    assert abs(expected[0] - expected[1]) > 5e-4
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    recorded = [(str(record["iteration"]), record["set"]) for record in records if record["kind"] == "eval"]
+    assert recorded == [(k, name) for k, name, _ in found]
+    fields = training_lines(result.stdout)[2]
+    log_z = math.sqrt(float(fields["z loss"]) / 0.01)  # of initial weights: near log(259), as the loss
+    assert log_z == pytest.approx(float(fields["lm loss"]), rel=0.05) == pytest.approx(math.log(259), rel=0.05)
+
+    refused = start(1, **{**settings, "edit_num_replicas": 1}, valid_data_path=[f"first={a}", "other=/nowhere/c"])
+    assert refused.exit_codes == [2] and "/nowhere/c" in refused.stderr
+
+
 def test_the_first_samples_when_iterations_are_few(
     corpora: Corpora, held_out: dict[str, list[int]], tmp_path: Path
 ) -> None:
@@ -127,6 +153,16 @@ def test_nothing_evaluated_is_said(tmp_path: Path) -> None:
     assert evaluations(result.stdout) == {}
     assert "--eval-interval 4 with --eval-iters 0: nothing is evaluated" in result.stdout
     assert "nothing was evaluated" in result.stdout.splitlines()[-1]
+
+
+def test_the_last_iteration_is_evaluated_when_the_interval_says_so() -> None:
+    """Without the evaluation at the end it is one like the others; with it there is no second one."""
+    settings = {"train_iters": 6, "eval_interval": 3, "eval_iters": 2}
+    longer = evaluations(train(2, **{**settings, "train_iters": 7}).stdout)
+    without = evaluations(train(2, **settings, eval_at_end=False).stdout)
+    assert without == {3: longer[3], 6: longer[6]}
+    with_it = train(2, **settings).stdout
+    assert list(evaluations(with_it)) == [3, 6] and with_it.count("validation loss at iteration 6") == 1
 
 
 def test_evaluation_leaves_training_as_it_is(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,64 @@ def goes_on_from_4(world_size: int, settings: dict[str, Any], folder: Path) -> N
     assert not [name for name in files_below(folder) if "partial" in name]
 
 
-def test_all_end_in_time_when_a_rank_is_killed(tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_others_wherever_they_are() -> None:
+    """Rank 0 would meet rank 1 in 500 iterations only, and no launcher ends it."""
+    settings = {"train_iters": 1000, "edit_sync_interval": 500, "distributed_timeout_seconds": 100}
+    result = start(2, **settings, in_rank=at_iteration(7, 1, unreadable), ends_others=False)
+    assert result.exit_codes == [1, 1] and result.seconds < 30, result
+    assert result.ranks[0].stderr.startswith("[rank 0] ends: rank 1 has failed, its message says why"), result
+    assert len(result.ranks[0].stderr.splitlines()) == 1, result
+    assert result.ranks[1].stderr.startswith("[rank 1] OSError: [Errno 5] Input/output error: 'corpus.bin'"), result
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
+def test_a_rank_that_dies_is_named_first_and_all_end(number: signal.Signals, tmp_path: Path) -> None:
     """Without a launcher that would end the others: they end by themselves, within the time-out and 10 s."""
-    result = start(2, **SETTINGS, save=str(tmp_path), in_rank=at_iteration(7, 1, killed), ends_others=False)
-    assert result.exit_codes == [1, -signal.SIGKILL], result
+
+    def die(trainer: Any) -> None:
+        os.kill(os.getpid(), number)
+
+    result = start(2, **SETTINGS, save=str(tmp_path), in_rank=at_iteration(7, 1, die), ends_others=False)
+    assert result.exit_codes == [1, -number], result
     assert result.seconds < TIMEOUT_S + 10, result
+    first, last = result.ranks[0].stderr.splitlines()
+    assert re.match(r"\[rank 0\] rank 1 \(process \d+ on .*\) is lost: it has died without a word", first), result
+    assert last.startswith("[rank 0] ends: rank 1 is lost") and "save" not in result.ranks[0].stderr, result
+    if number == signal.SIGBUS:  # what a file that became shorter does: its rank says where it was
+        assert "Fatal Python error: Bus error" in result.ranks[1].stderr and "in die" in result.ranks[1].stderr
     goes_on_from_4(2, {}, tmp_path)
+
+
+def frozen(trainer: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hung(trainer: Any) -> None:
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("fault", [frozen, hung])
+def test_a_rank_that_does_not_come_is_named_first_and_all_end(fault: Callable[[Any], None]) -> None:
+    """Four ranks, two replicas; rank 3 stands still. Nobody blames rank 2, whose collective fails."""
+    settings = {"tensor_model_parallel_size": 2, "distributed_timeout_seconds": 8, "train_iters": 1000}
+    result = start(4, **settings, in_rank=at_iteration(7, 3, fault), ends_others=False)
+    assert result.exit_codes == [1, 1, 1, -signal.SIGKILL if fault is frozen else 1], result
+    said = [line for line in result.stderr.splitlines() if "All ranks end" in line]
+    assert len(said) == 1 and re.match(r"\[rank \d\] rank 3 \(process \d+ on ", said[0]), result
+    words = {frozen: "is lost: it does not answer, it is frozen", hung: "answers but has not come: .* at train/trainer"}
+    assert re.search(words[fault], said[0]) and "waited for it in step" in said[0], result
+    others = result.ranks[:3]
+    assert all("rank 3 is lost" in rank.stderr and "Traceback" not in rank.stderr for rank in others), result
+    if fault is hung:
+        assert "in hung" in result.ranks[3].stderr, f"its stacks are missing: {result}"
+
+
+def test_no_stop_is_announced_when_the_launcher_ends_the_others() -> None:
+    """Rank 1 of another replica dies; torchrun's SIGTERM to rank 0 is no request that could be followed."""
+    result = start(2, train_iters=1000, edit_sync_interval=500, in_rank=at_iteration(7, 1, killed))
+    assert result.exit_codes == [1, -signal.SIGKILL], result
+    assert "rank 1" in result.ranks[0].stderr.splitlines()[0] and "has died" in result.ranks[0].stderr
+    assert "will save and stop" not in result.stderr, result
 
 
 # ---- numbers that are not finite -------------------------------------------------------------------------------------

@@ -105,28 +105,69 @@ def test_the_papers_eight_tasks_have_the_numbers_of_transformers(tmp_path: Path)
         assert "openbookqa" in printed and "acc_norm" in printed
 
 
+THEIRS_OF_FOLDER = """
+import json, sys
+import lm_eval
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from megatron_edit.inference.tasks import _numbers
+manager = TaskManager(include_path=sys.argv[2])
+model = HFLM(pretrained=sys.argv[1], device="cpu", dtype="float32", batch_size=1)
+names = sys.argv[3].split(",")
+print(json.dumps(_numbers(lm_eval.simple_evaluate(model=model, tasks=names, task_manager=manager, log_samples=False))))
+"""
+BEGIN = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
+TEMPLATE = {
+    "type": "TemplateProcessing", "single": [BEGIN, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<bos>": {"id": "<bos>", "ids": [256], "tokens": ["<bos>"]}},
+}  # fmt: skip
+
+
 @pytest.mark.usefixtures("offline")
-def test_own_task_files_with_generated_answers_and_rolling_likelihood(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begins", [False, True])
+def test_own_tasks_have_the_numbers_of_transformers_beside_task_data(tmp_path: Path, begins: bool) -> None:
+    """Generated answers, rolling likelihood over several windows, texts without context; begin and end ids differ.
+
+    `begins`: the tokenizer's template puts the begin id before a text. The folder of --task-data has none of them.
+    """
     write_folder(tmp_path / "hf")
     write_byte_tokenizer(tmp_path / "hf")
-    data = tmp_path / "rows.jsonl"
-    data.write_text('{"text": "the anchor", "answer": "x"}\n{"text": "a replica and its shard", "answer": "y"}\n')
-    tasks = tmp_path / "tasks"
+    if begins:
+        path = tmp_path / "hf" / "tokenizer.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": TEMPLATE}))
+    rows = [{"text": "the anchor", "answer": "x"}, {"text": "a replica and its shard, " * 6, "answer": "y"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks, data = tmp_path / "tasks", tmp_path / "data"
     tasks.mkdir()
-    common = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}\ntest_split: test\n"
-    (tasks / "made.yaml").write_text(
-        f"task: made\n{common}output_type: generate_until\ndoc_to_text: '{{{{text}}}}'\n"
-        "doc_to_target: '{{answer}}'\ngeneration_kwargs:\n  until: ['.']\n  max_gen_toks: 5\n"
-        "metric_list:\n  - metric: exact_match\n"
-    )
-    (tasks / "rolled.yaml").write_text(
-        f"task: rolled\n{common}output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{{{text}}}}'\n"
-        "metric_list:\n  - metric: bits_per_byte\n"
-    )
+    (data / "mmlu" / "anatomy").mkdir(parents=True)
+    common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+              "test_split": "test"}  # fmt: skip
+    definitions: dict[str, dict[str, Any]] = {
+        "made": {
+            "output_type": "generate_until", "doc_to_text": "{{answer}}", "doc_to_target": "{{answer}}",
+            "generation_kwargs": {"until": ["."], "max_gen_toks": 5}, "metric_list": [{"metric": "exact_match"}],
+        },
+        "rolled": {
+            "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": "bits_per_byte"}],
+        },
+        "alone": {
+            "output_type": "loglikelihood", "doc_to_text": "", "doc_to_target": "{{answer}}", "target_delimiter": "",
+            "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+        },
+    }  # fmt: skip
+    for name, definition in definitions.items():
+        (tasks / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **definition}))
+    names = ",".join(definitions)
+    words = ("-c", THEIRS_OF_FOLDER, str(tmp_path / "hf"), str(tasks), names)
+    expected = json.loads(run_python(*words).splitlines()[-1])
     tool(
-        evaluate, "--load", tmp_path / "hf", "--tasks", "made,rolled", "--task-folder", tasks, "--output",
+        evaluate, "--load", tmp_path / "hf", "--tasks", names, "--task-folder", tasks, "--task-data", data, "--output",
         tmp_path / "out.json",
     )  # fmt: skip
     found = json.loads((tmp_path / "out.json").read_text())["tasks"]
-    assert found["made"]["exact_match"] == 0.0
-    assert 5 < found["rolled"]["bits_per_byte"] < 20  # an untrained model of 259 ids: about 8
+    assert found.keys() == expected.keys() == definitions.keys()
+    compared = {"made": ["exact_match"], "rolled": ["bits_per_byte"], "alone": ["perplexity", "acc"]}
+    for task, metric in ((task, metric) for task, metrics in compared.items() for metric in metrics):
+        assert found[task][metric] == pytest.approx(expected[task][metric], rel=1e-5), (task, metric)

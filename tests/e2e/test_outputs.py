@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -160,7 +161,9 @@ def test_sample_ids_are_those_of_one_order(layout: str, corpora: Corpora, tmp_pa
     train(world_size, **settings, train_iters=40)
     replicas, batch = settings.get("edit_num_replicas", 2), settings.get("global_batch_size", 8)
     entries = [json.loads(line) for line in ids.read_text().splitlines()]
-    assert len(entries) == 40 * replicas
+    assert [(entry["iteration"], entry["replica"]) for entry in entries] == list(
+        itertools.product(range(1, 41), range(replicas))
+    )
     order: list[int] = []
     for iteration in range(1, 41):
         shares = {entry["replica"]: entry["samples"] for entry in entries if entry["iteration"] == iteration}

@@ -35,8 +35,8 @@ def scripted(script: Script, *, epoch_size: int | None = None, rates: Path | Non
 
         original = Trainer.__init__
 
-        def init(self: Trainer, *arguments: Any) -> None:
-            original(self, *arguments)
+        def init(self: Trainer, *arguments: Any, **keywords: Any) -> None:
+            original(self, *arguments, **keywords)
             trigger, run, now = self.engine.trigger, self._step.run, [0.0]
             trigger._clock = lambda: now[0]  # type: ignore[attr-defined]
             steps_of = script[self.mesh.replica]

@@ -218,7 +218,22 @@ def test_tensor_parallel_sizes_that_are_offered_work() -> None:
             if "neither number divides the other" in text:
                 assert groups % tp and tp % groups
             if f"--ffn-hidden-size {ffn} is not divisible" in text:
-                assert ffn % tp and "for a model whose sizes are still to choose" in text
+                assert ffn % tp and "would work too" in text
+
+
+@pytest.mark.parametrize("fixed", ["--model-size llama2-7b", "--load /", "--ffn-hidden-size 11008 --num-layers 32"])
+def test_no_other_size_is_offered_where_the_model_is_given(fixed: str) -> None:
+    """Of a named model or of weights that are loaded; of flags alone one is."""
+    shape = f"{fixed} --num-attention-heads 35 --kv-channels 2 --num-query-groups 35 --max-position-embeddings 5000"
+    run = f"{shape} --mock-data --train-iters 9 --replica-batch-size 1 --edit-num-replicas 1"
+    ffn = "" if "ffn" in fixed else " --ffn-hidden-size 11008"
+    (problem,) = problems_of(f"{run}{ffn} --tensor-model-parallel-size 5", 5)
+    assert "--ffn-hidden-size 11008 is not divisible by --tensor-model-parallel-size 5" in problem
+    assert "these tensor parallel sizes would work: 1" in problem
+    assert ("11005 or 11010" in problem) is ("--num-layers" in fixed)
+    layers = "" if "layers" in fixed else " --num-layers 32"
+    (problem,) = problems_of(f"{run}{layers} --pipeline-model-parallel-size 5", 5)
+    assert "a pipeline size of 4 or 8" in problem and ("30 or 35 layers" in problem) is ("--num-layers" in fixed)
 
 
 def test_ranks_that_cannot_share_a_group() -> None:

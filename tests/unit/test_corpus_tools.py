@@ -252,7 +252,7 @@ def test_ids_beyond_16_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--input", "{tmp}/missing.jsonl"], "--input {tmp}/missing.jsonl is no file"),
+        (["--input", "{tmp}/missing.jsonl"], "--input {tmp}/missing.jsonl is not a file"),
         (["--input", "{tmp}"], "--input {tmp}/empty.jsonl is empty"),
         (["--input", "{tmp}/empty.jsonl"], "--input {tmp}/empty.jsonl is empty"),
         (["--input", "{tmp}/blank.jsonl"], "no document is left"),
@@ -351,7 +351,7 @@ def test_the_tools_make_a_corpus_from_nothing(tmp_path: Path) -> None:
         (
             "train_tokenizer.py",
             ["--input", "{tmp}/x", "--output-prefix", "{tmp}/t", "--vocab-size", "300"],
-            "is no file",
+            "is not a file",
         ),
         (
             "train_tokenizer.py",

@@ -19,6 +19,17 @@ def test_a_file_stands_for_data_path(tmp_path: Path) -> None:
     assert config.data.data_path == ["0.3", "A", "0.7", "B"] and config.sources["data_path"] == "flag"
 
 
+def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    """What Windows editors put before UTF-8: it would become a part of the first weight or prefix."""
+    path = tmp_path / "blend.txt"
+    path.write_text("0.3 A\n0.7 B\n", encoding="utf-8-sig")
+    assert read_config(["--data-args-path", str(path)]).config.data.data_path == ["0.3", "A", "0.7", "B"]
+    path.write_text('{"train": ["A"]}', encoding="utf-8-sig")
+    assert read_config(["--per-split-data-args-path", str(path)]).config.data.train_data_path == ["A"]
+    path.write_text("train_iters: 7\n", encoding="utf-8-sig")
+    assert read_config(["--config", str(path)]).config.training.train_iters == 7
+
+
 @pytest.mark.parametrize("as_text", [False, True])
 def test_a_file_stands_for_a_path_of_each_split(tmp_path: Path, as_text: bool) -> None:
     path = tmp_path / "splits.json"

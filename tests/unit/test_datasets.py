@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import OrderedDict
 from fractions import Fraction
 from pathlib import Path
 
@@ -10,14 +11,24 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
-from megatron.core.datasets.gpt_dataset import GPTDataset, _build_document_index
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, _build_document_index
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.utils import Split
 
-from megatron_edit.data.blend import Blend, SplitSource, parse_blend, parse_split, resolve_sources
+from megatron_edit.data.blend import (
+    Blend,
+    SplitSource,
+    parse_blend,
+    parse_split,
+    resolve_sources,
+    set_name,
+    validation_splits,
+)
 from megatron_edit.data.check import DocumentEnds, check_data_files
 from megatron_edit.data.datasets import MockDataset, build_mock_split, build_split
 from megatron_edit.data.errors import DataError
@@ -49,6 +60,33 @@ def write_core_corpus(prefix: Path, documents: list[list[int]], dtype: type = np
 def random_documents(count: int, seed: int = 0, longest: int = 50) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 256, rng.integers(1, longest)).tolist() for _ in range(count)]
+
+
+class _CoreTokenizer:
+    """The little of a tokenizer that megatron-core's datasets ask for; no pad id, whose loss they would take."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.vocab_size, self.eod = tokenizer.vocab_size, tokenizer.eod_id
+        self.unique_identifiers = OrderedDict(fingerprint=tokenizer.fingerprint)
+
+
+class CoresDataset(GPTDataset):
+    """megatron-core's own dataset for one epoch of a split, in file order: what our samples are compared with."""
+
+    def __init__(self, prefix: str, first: int, last: int, seq_length: int, tokenizer: Tokenizer, mask: bool) -> None:
+        config = GPTDatasetConfig(
+            random_seed=0, sequence_length=seq_length, blend=([prefix], None), split="1",
+            tokenizer=_CoreTokenizer(tokenizer), reset_position_ids=False, reset_attention_mask=False,
+            eod_mask_loss=mask, create_attention_mask=False,
+        )  # fmt: skip
+        documents = np.arange(first, last, dtype=np.int32)
+        super().__init__(IndexedDataset(prefix), prefix, documents, None, Split.train, config)
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, range]:
+        lengths = self.dataset.sequence_lengths
+        tokens = int(lengths[self.indices].sum(dtype=np.int64))
+        sample_index = helpers.build_sample_idx(lengths, self.indices, self.config.sequence_length, 1, tokens)
+        return self.indices, sample_index, range(len(sample_index) - 1)
 
 
 def source(prefix: str, start: float = 0.0, end: float = 1.0) -> SplitSource:
@@ -147,6 +185,19 @@ def test_nonsense_blend_is_refused(fields: list[str], reason: str) -> None:
         parse_blend(fields)
 
 
+def test_named_validation_sets_are_splits_of_their_own() -> None:
+    sources = resolve_sources(train_data_path=["T"], valid_data_path=["wiki=A", "code=0.5", "B", "1.5", "C"])
+    assert validation_splits(sources) == ["valid:wiki", "valid:code"]
+    assert sources["valid"] is None and set_name("valid:wiki") == "wiki" and set_name("valid") is None
+    source = sources["valid:code"]
+    assert source is not None and source.flag == "--valid-data-path code=" and str(source.blend) == "0.25 B 0.75 C"
+    assert validation_splits(resolve_sources(train_data_path=["T"], valid_data_path=["A"])) == ["valid"]
+    assert validation_splits(resolve_sources(data_path=["T"], split="90,10")) == ["valid"]
+    assert validation_splits(resolve_sources(train_data_path=["T"])) == []
+    with pytest.raises(DataError, match="--valid-data-path wiki=A wiki=B has the name wiki twice"):
+        resolve_sources(train_data_path=["T"], valid_data_path=["wiki=A", "wiki=B"])
+
+
 def test_sources_of_splits() -> None:
     sources = resolve_sources(train_data_path=["0.5", "A", "0.5", "B"], valid_data_path=["C"], split="1,1,1")
     assert sources["test"] is None
@@ -182,11 +233,12 @@ def test_samples_are_the_documents_laid_end_to_end(
         source(prefix, first / len(lengths), last / len(lengths)), seq_length=seq_length, tokenizer=BYTES
     )
     (dataset,) = split.datasets
-    assert len(dataset) == (len(flat) - 1) // seq_length
+    reference = CoresDataset(prefix, first, last, seq_length, BYTES, mask=False)
+    assert len(dataset) == len(reference) == (len(flat) - 1) // seq_length
     for i in range(len(dataset)):
         sample = dataset[i]
         expected = flat[i * seq_length : (i + 1) * seq_length + 1]
-        cores = GPTDataset.__getitem__(dataset, i)
+        cores = reference[i]
         assert sample.keys() == cores.keys() and all(torch.equal(sample[key], cores[key]) for key in cores)
         assert sample["tokens"].tolist() == expected[:-1]
         assert sample["labels"].tolist() == expected[1:]
@@ -244,7 +296,7 @@ def test_end_marks_keep_their_loss(tmp_path: Path, tokenizer: Tokenizer) -> None
     for flag, mask in [(False, [1] * 9), (True, [1, 1, 0, 0, 1, 1, 1, 1, 0])]:
         ends = DocumentEnds(eod_mask_loss=flag)
         split = build_split(source(prefix), seq_length=9, tokenizer=tokenizer, document_ends=ends)
-        sample, cores = split.datasets[0][0], GPTDataset.__getitem__(split.datasets[0], 0)
+        sample, cores = split.datasets[0][0], CoresDataset(prefix, 0, 4, 9, tokenizer, flag)[0]
         assert all(torch.equal(sample[key], cores[key]) for key in cores)
         assert sample["tokens"].tolist() == [1, 2, eod, eod, 3, 0, 258, 4, eod]
         assert sample["labels"].tolist() == [2, eod, eod, 3, 0, 258, 4, eod, 5]

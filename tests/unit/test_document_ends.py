@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
 from megatron_edit.config import check
+from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import with_values
 from megatron_edit.data.blend import Blend, SplitSource, resolve_sources
@@ -54,7 +55,7 @@ def test_flags_add_keys_and_change_nothing_else(tmp_path: Path, attention: bool,
     split = build_split(source, seq_length=9, tokenizer=BYTES, document_ends=ends)
     loader = MicrobatchLoader(
         split.datasets, split.training_order(0), consumed_samples=0, place=RankPlace(1, 0, 1, 0, 1),
-        global_batch_size=1, num_workers=0,
+        batch=BatchSchedule.constant(1), num_workers=0,
     )  # fmt: skip
     ((batch,), _) = loader.next_batch()
     extra = {"document_ids": [0, 0, 0, 1, 2, 2, 2, 2, 3]} if attention else {}

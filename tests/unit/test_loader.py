@@ -1,5 +1,7 @@
 """The loader: what each rank gets, in every layout; threads change nothing; errors arrive with their cause."""
 
+import contextlib
+import itertools
 import random
 import threading
 import time
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.data.datasets import MockDataset, Sample, SplitDatasets
 from megatron_edit.data.errors import DataError, LoaderError
 from megatron_edit.data.loader import Microbatch, MicrobatchLoader, RankPlace, ReserveLoader, evaluation_batches
@@ -59,7 +62,7 @@ def make_loader(
         split.training_order(seed),
         consumed_samples=consumed,
         place=place,
-        global_batch_size=batch,
+        batch=BatchSchedule.constant(batch),
         num_workers=workers,
     )
 
@@ -83,7 +86,7 @@ def test_ranks_share_out_the_global_batch(num_replicas: int, shard_size: int, mi
         for place in all_places(num_replicas, shard_size, micro):
             loader = make_loader(split, place, 24, consumed=24 * iteration)
             microbatches, replica_ids = loader.next_batch()
-            assert len(microbatches) == loader.num_microbatches == 24 // (num_replicas * shard_size * micro)
+            assert len(microbatches) == 24 // (num_replicas * shard_size * micro)
             for microbatch in microbatches:
                 assert set(microbatch) == {"tokens", "labels", "loss_mask", "position_ids"}
                 assert all(tensor.shape == (micro, SEQ) for tensor in microbatch.values())
@@ -261,6 +264,45 @@ def test_evaluation_takes_each_sample_once_in_every_layout(
                     counts[sample] += int(weight)
         assert len(shapes) == 1, "all ranks make the same number of forward passes"
         assert +counts == Counter(range(min(size, eval_iters * batch)))
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize(("num_replicas", "shard_size", "micro"), [(1, 1, 2), (2, 2, 1), (2, 1, 2)])
+def test_a_batch_that_grows_is_cut_out_of_the_same_order(
+    num_replicas: int, shard_size: int, micro: int, workers: int
+) -> None:
+    """Begun anywhere, also where a size is over: each iteration has the next batch, each position comes once."""
+    split = SplitDatasets((NumberedDataset(1000),))
+    batch = BatchSchedule(((0, 4), (12, 8), (40, 12), (60, 4)))
+    starts = [0, 4, 8, 12, 20, 28, 36, 44, 56, 68, 72, 76]
+    in_order = split.training_order(7).sample_ids(np.arange(80, dtype=np.int64)).tolist()
+    for first in (0, 3, 6, 9):
+        loaders = {
+            place: MicrobatchLoader(
+                split.datasets, split.training_order(7), consumed_samples=starts[first], place=place, batch=batch,
+                num_workers=workers,
+            )
+            for place in all_places(num_replicas, shard_size, micro)
+        }  # fmt: skip
+        for start, stop in itertools.pairwise([*starts[first:], 80]):
+            taken = {place: loader.next_batch() for place, loader in loaders.items()}
+            whole = [sample for place, (_, ids) in taken.items() if place.shard_rank == 0 for sample in ids]
+            assert whole == in_order[start:stop]
+            assert sorted(i for microbatches, _ in taken.values() for i in ids_of(microbatches)) == sorted(whole)
+        assert {loader.consumed_samples for loader in loaders.values()} == {80}
+        for loader in loaders.values():
+            loader.close()
+
+
+def test_a_batch_to_come_that_does_not_divide_is_found_at_once() -> None:
+    split = SplitDatasets((NumberedDataset(1000),))
+    batch = BatchSchedule(((0, 2), (12, 6), (40, 8)))
+    for consumed, fails in ((0, True), (39, True), (40, False)):
+        with pytest.raises(DataError, match=r"(no|not a) multiple") if fails else contextlib.nullcontext():
+            MicrobatchLoader(
+                split.datasets, split.training_order(7), consumed_samples=consumed, place=RankPlace(4, 0, 1, 0, 2),
+                batch=batch,
+            ).close()  # fmt: skip
 
 
 def test_evaluation_of_a_blend_repeats_nothing() -> None:

@@ -138,6 +138,11 @@ def test_evaluation_line() -> None:
     assert math.isnan(perplexity_of(math.nan))
 
 
+def test_evaluation_line_of_a_named_set() -> None:
+    report = EvaluationReport(iteration=20, split="validation", lm_loss=2.0, tokens=5, set="wiki")
+    assert evaluation_line(report).startswith(" validation loss at iteration 20 on wiki | lm loss value: 2.000000E+00 ")
+
+
 def perplexity_of(lm_loss: float) -> float:
     return float(evaluation_line(EvaluationReport(1, "test", lm_loss, 1)).split(":")[-1].strip(" |"))
 

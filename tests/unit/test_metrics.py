@@ -38,6 +38,7 @@ def slot(**columns: float) -> list[float]:
         "GRAD_NORM_MAX": 3.0,
         "ITERATIONS": 2.0,
         "SECONDS": 0.5,
+        "SAMPLES": 8.0,
     }
     values |= columns
     return [values.get(column.name, 0.0) for column in _Column]
@@ -82,7 +83,7 @@ def test_counts_of_iterations_are_the_worst_replicas() -> None:
 
 
 def test_time_and_throughput_are_means_over_replicas_of_their_own_speed() -> None:
-    throughput = Throughput(replica_tokens=1000, replica_devices=4, flops_per_token=2e9)
+    throughput = Throughput(seq_length=250, replica_devices=4, flops_per_token=2e9)
     report = report_of(slot(SECONDS=0.5), slot(SECONDS=1.0), throughput=throughput)
     assert report.iteration_ms == pytest.approx(375)
     assert report.tokens_per_second == pytest.approx((4000 + 2000) / 2 / 4)

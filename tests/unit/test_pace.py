@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.train.pace import Pace
 
 
 def make(replica: int = 0, **options: Any) -> Pace:
-    start = {"iteration": 0, "consumed_samples": 0, "num_replicas": 2, "replica_batch_size": 4}
+    start = {"iteration": 0, "consumed_samples": 0, "num_replicas": 2, "batch": BatchSchedule.constant(8)}
     return Pace(replica=replica, **{**start, **options})
 
 
@@ -82,7 +83,8 @@ def test_other_replicas_take_up_the_counts() -> None:
     """Rates of replicas that are gone say nothing; iterations never go back when the global batch grows."""
     pace = make()
     take(pace, [5, 2])  # 28 samples: 3 iterations of 8 and 4 samples
-    more = make(2, num_replicas=3, iteration=pace.iteration, consumed_samples=pace.consumed_samples, state=pace.state)
+    more = make(2, num_replicas=3, batch=BatchSchedule.constant(12), iteration=pace.iteration,
+                consumed_samples=pace.consumed_samples, state=pace.state)  # fmt: skip
     assert more.last_steps is None and more.own_step == 5
     more.step()
     assert more.schedule_samples == 28 + 4 * 3

@@ -1,5 +1,6 @@
 """Preprocessing of real inputs: every format, partitions, restarts after a kill, damaged files. B26, B29, B30."""
 
+import bz2
 import contextlib
 import gzip
 import json
@@ -61,6 +62,12 @@ def zstd(content: bytes, frames: int = 1) -> bytes:
     return b"".join(zstandard.ZstdCompressor().compress(piece) for piece in pieces)
 
 
+def bzip2_in_two(content: bytes) -> bytes:
+    """Two streams, as parallel packers write."""
+    cut = len(content) // 2
+    return bz2.compress(content[:cut]) + bz2.compress(content[cut:])
+
+
 def write_parquet(path: Path, columns: dict[str, list[Any]], row_group_size: int = 1000) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -70,7 +77,7 @@ def write_parquet(path: Path, columns: dict[str, list[Any]], row_group_size: int
 TEXTS = [f"text {i} of many\nwith a line more " + "x" * (i * 7 % 50) for i in range(400)]
 
 
-@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "json", "ndjson.gz", "parquet"])
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "jsonl.bz2", "json", "ndjson.gz", "parquet"])
 def test_every_format_gives_the_same_corpus(tmp_path: Path, form: str) -> None:
     plain = tmp_path / "plain.jsonl"
     plain.write_bytes(as_lines(TEXTS))
@@ -79,7 +86,9 @@ def test_every_format_gives_the_same_corpus(tmp_path: Path, form: str) -> None:
         columns = {"text": TEXTS, "id": list(map(str, range(400))), "score": [0.5] * 400, "token_count": [3] * 400}
         write_parquet(path, columns, row_group_size=150)
     else:
-        pack = {"gz": gzip.compress, "zst": lambda content: zstd(content, frames=3)}.get(form.split(".")[-1], bytes)
+        pack = {
+            "gz": gzip.compress, "zst": lambda content: zstd(content, frames=3), "bz2": bzip2_in_two,
+        }.get(form.split(".")[-1], bytes)  # fmt: skip
         path.write_bytes(pack(as_lines(TEXTS)))
     (expected,) = run([str(plain)], tmp_path / "plain")
     (report,) = run([str(path)], tmp_path / "out", workers=2)
@@ -265,12 +274,13 @@ def damaged_parquet(path: Path) -> None:
     ("name", "write", "message"),
     [
         ("cut.jsonl.gz", lambda p: p.write_bytes(gzip.compress(as_lines(TEXTS))[:-30]), CUT),
+        ("cut.jsonl.bz2", lambda p: p.write_bytes(bz2.compress(as_lines(TEXTS))[:-30]), CUT),
         ("cut.jsonl.zst", lambda p: p.write_bytes(zstd(as_lines(TEXTS))[:-30]), CUT),
-        ("text.jsonl.gz", lambda p: p.write_bytes(as_lines(TEXTS)), "is no gzip file"),
-        ("text.jsonl.zst", lambda p: p.write_bytes(as_lines(TEXTS)), "is no zstd file"),
-        ("cut.parquet", cut_parquet, "is no whole Parquet file"),
+        ("text.jsonl.gz", lambda p: p.write_bytes(as_lines(TEXTS)), "is not a gzip file"),
+        ("text.jsonl.zst", lambda p: p.write_bytes(as_lines(TEXTS)), "is not a zstd file"),
+        ("cut.parquet", cut_parquet, "is not a whole Parquet file"),
         ("damaged.parquet", damaged_parquet, r"is damaged or cut, after row \d+"),
-        ("text.parquet", lambda p: p.write_bytes(as_lines(TEXTS)), "is no whole Parquet file"),
+        ("text.parquet", lambda p: p.write_bytes(as_lines(TEXTS)), "is not a whole Parquet file"),
         ("column.parquet", lambda p: write_parquet(p, {"body": TEXTS}), r"has no column 'text' \(columns body\)"),
         ("numbers.parquet", lambda p: write_parquet(p, {"text": [1, 2]}), ": column 'text' is int64, not text"),
         ("gone.jsonl", lambda p: p.symlink_to("nowhere"), "may not be read: No such file"),
@@ -294,7 +304,7 @@ def test_a_damaged_file_in_the_middle_of_a_folder(
 
 def test_an_unreadable_file_in_the_middle_of_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found before the first document is read. Refused here by hand, as root may read every file."""
-    from megatron_edit.data import inputs
+    from megatron_edit.data import formats
 
     folder = tmp_path / "in"
     folder.mkdir()
@@ -306,7 +316,7 @@ def test_an_unreadable_file_in_the_middle_of_a_pattern(tmp_path: Path, monkeypat
             raise PermissionError(13, "Permission denied")
         return open(path, *rest)
 
-    monkeypatch.setattr(inputs, "open", refusing, raising=False)
+    monkeypatch.setattr(formats, "open", refusing, raising=False)
     with pytest.raises(DataError, match=r"--input .*b\.jsonl may not be read: Permission denied"):
         run([str(folder / "*.jsonl")], tmp_path / "out")
     assert os.listdir(tmp_path) == ["in"]
@@ -329,7 +339,7 @@ def test_a_read_error_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                     raise OSError(5, "Input/output error")
                 yield line
 
-    monkeypatch.setattr(inputs, "_unpacked", lambda raw, file: Failing(raw))
+    monkeypatch.setattr(inputs, "unpacked", lambda raw, packed, path: Failing(raw))
     with pytest.raises(DataError, match=r"in\.jsonl is damaged or cut, after line 29: .*Input/output error"):
         run([path], tmp_path / "out")
 

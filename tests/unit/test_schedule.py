@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_edit.config import check, notes, resolve
+from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.flags import load_config
 from megatron_edit.config.schema import OptimizerConfig
 from megatron_edit.train.schedule import LearningRateSchedule
@@ -63,7 +64,7 @@ def test_b60_every_iteration_equals_megatron_core(
     warmup_samples = 0.25 * length if warmup is None else warmup * BATCH
     expected = megatron_rates(base, warmup_samples, length, (wsd or 0) * BATCH, 45)
     for optimizer in (in_iters, in_samples):
-        schedule = LearningRateSchedule(optimizer, RUN, BATCH)
+        schedule = LearningRateSchedule(optimizer, RUN, BatchSchedule.constant(BATCH))
         ours = [schedule.at_iteration(k) for k in range(1, 46)]
         assert ours == pytest.approx(expected, rel=1e-12, abs=0)
         assert ours == [schedule.at_samples((k - 1) * BATCH) for k in range(1, 46)]
@@ -72,7 +73,7 @@ def test_b60_every_iteration_equals_megatron_core(
 def test_b60_table_by_hand() -> None:
     def rates(warmup: int, decay: int | None, iterations: tuple[int, ...]) -> list[float]:
         optimizer = OptimizerConfig(lr=1.0, lr_decay_style="linear", lr_warmup_iters=warmup, lr_decay_iters=decay)
-        schedule = LearningRateSchedule(optimizer, RUN, BATCH)
+        schedule = LearningRateSchedule(optimizer, RUN, BatchSchedule.constant(BATCH))
         return [round(schedule.at_iteration(k), 12) for k in iterations]
 
     # position k - 1: warm-up of 5 is over before iteration 6, the decay counts from 0 and includes it
@@ -126,7 +127,7 @@ def test_run_in_samples_has_the_same_schedule_as_in_iterations() -> None:
     def schedule(flags: str) -> LearningRateSchedule:
         config = resolve(load_config(f"--mock-data --global-batch-size {BATCH} {flags}".split()), 1, 1, "cpu")
         assert config.training.train_iters == RUN and config.training.train_samples == RUN * BATCH
-        return LearningRateSchedule(config.optimizer, config.training.train_iters, BATCH)
+        return LearningRateSchedule(config.optimizer, config.training.train_iters, BatchSchedule.constant(BATCH))
 
     one = schedule(f"--train-iters {RUN} --lr-warmup-iters 5")
     other = schedule(f"--train-samples {RUN * BATCH} --lr-warmup-samples {5 * BATCH}")

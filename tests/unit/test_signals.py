@@ -1,5 +1,6 @@
 """The stop agreement within one process: several coordinators on one store, each with its own thread."""
 
+import math
 import os
 import signal
 import time
@@ -8,12 +9,9 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
-from megatron_edit.train.signals import (
-    STOP_SIGNALS,
-    StopAgreementError,
-    StopCoordinator,
-    StopReason,
-)
+from megatron_edit.train import signals
+from megatron_edit.train.signal_pipe import STOP_SIGNALS
+from megatron_edit.train.signals import StopAgreementError, StopCoordinator, StopReason
 
 
 def listening() -> StopCoordinator:
@@ -213,6 +211,54 @@ def test_second_interrupt_ends_at_once_second_sigterm_does_not(number: signal.Si
     assert exit_code(pid) == expected
     os.close(ready_read)
     os.close(ready_write)
+
+
+def test_signals_after_the_stop_do_nothing_until_the_process_has_ended() -> None:
+    """Between the save and the end a launcher sends more of them; the exit code stays the rank's own."""
+    ready_read, ready_write = os.pipe()
+
+    def child() -> None:
+        with StopCoordinator(HashStore(), 0, 1, next_boundary=0, timeout_seconds=5, until_exit=True):
+            pass
+        os.write(ready_write, b"x")
+        time.sleep(0.5)  # stands for the last barrier
+
+    pid = fork(child)
+    os.read(ready_read, 1)
+    for number in STOP_SIGNALS:
+        os.kill(pid, number)
+    assert exit_code(pid) == 0
+    os.close(ready_read)
+    os.close(ready_write)
+
+
+def test_a_hangup_that_nohup_has_made_ignored_stays_ignored() -> None:
+    def child() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with listening() as stopper:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.2)
+            assert stopper.should_stop(0) is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+    assert exit_code(fork(child)) == 0
+
+
+def test_a_stop_is_announced_when_it_is_agreed_on_and_silence_before(capfd: pytest.CaptureFixture[str]) -> None:
+    store = HashStore()
+    signals.SILENCE_SECONDS, before = 0.1, signals.SILENCE_SECONDS
+    try:
+        with coordinator(store, 0, 2) as asked:
+            asked.request_stop("SIGTERM")
+            wait_until(lambda: asked._proposed_at == math.inf and asked._proposal is not None)
+            time.sleep(0.05)
+            said = capfd.readouterr().err
+            assert said.startswith("rank 0: SIGTERM: no answer yet from rank 1;") and "will save" not in said
+            with coordinator(store, 1, 2):
+                wait_until(asked._settled.is_set)
+            assert capfd.readouterr().err == "rank 0: SIGTERM: all ranks will save and stop after the same iteration\n"
+    finally:
+        signals.SILENCE_SECONDS = before
 
 
 def test_ending_a_forked_child_is_no_request_to_its_parent() -> None:

@@ -67,6 +67,16 @@ def test_a_flagged_replica_is_named_at_once_with_its_modules_and_once_in_a_row_o
     assert "sync 17: replica 1 is far above" in syncs.lines(far)[0]  # another row
 
 
+def test_the_norms_beside_a_flagged_one_are_those_of_healthy_replicas() -> None:
+    syncs = Syncs()
+    syncs.healthy(5)
+    lines = syncs.lines({(1, "head"): 8.0, (0, "head"): math.nan})
+    assert "(norm 8 in head, others 1)" in lines[0] and "replica 0 is not finite in head" in lines[1]
+    alone = Syncs(replicas=1)
+    alone.healthy(5)
+    assert "(norm 8 in head)" in alone.lines({(0, "head"): 8.0})[0]
+
+
 def test_another_module_in_the_middle_of_a_row_is_named() -> None:
     syncs = Syncs()
     syncs.healthy(5)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_edit.config.arithmetic import count_modules, describe, planned_syncs
+from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.derive import batch_plan, resolve
 from megatron_edit.config.flags import load_config
 from megatron_edit.config.notes import notes
@@ -125,7 +126,8 @@ def slowmo_check(trigger: StepTrigger, iteration: int, train_iters: int, rate_is
     schedule = SimpleNamespace(at_samples=lambda samples: float(samples != 8 * (rate_is_0_at - 1)))
     trainer = SimpleNamespace(
         engine=SimpleNamespace(method=METHODS["slowmo"], trigger=trigger),
-        iteration=iteration, train_iters=train_iters, global_batch_size=8, consumed_samples=8 * iteration,
+        iteration=iteration, train_iters=train_iters, consumed_samples=8 * iteration,
+        pace=SimpleNamespace(batch=BatchSchedule.constant(8)),
         config=config_of("--edit-method slowmo --train-iters 9"), _schedule=schedule, _schedule_samples=0,
     )  # fmt: skip
     Trainer._refuse_syncs_without_learning_rate(trainer)  # type: ignore[arg-type]

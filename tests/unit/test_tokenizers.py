@@ -282,7 +282,7 @@ def test_build_tokenizer_knows_megatrons_names(own_model: Path) -> None:
         (("SentencePieceTokenizer", "{tmp}/empty"), "is empty"),
         (("SentencePieceTokenizer", "{tmp}/text"), "is no sentencepiece model"),
         (("SentencePieceTokenizer", "{tmp}"), "Is a directory"),
-        (("HuggingFaceTokenizer", "{tmp}/text"), "is no tokenizer.json"),
+        (("HuggingFaceTokenizer", "{tmp}/text"), "is not a tokenizer.json"),
         (("HuggingFaceTokenizer", "{tmp}"), "holds no tokenizer.json"),
         (("ByteTokenizer", "{tmp}/text"), "takes no --tokenizer-model"),
         (("ByteTokenizer", None, 200), "--vocab-size 200 is below the tokenizer's 259"),

@@ -3,6 +3,7 @@
 import builtins
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
@@ -59,6 +60,13 @@ def test_record_is_plain_json() -> None:
     assert record["replica_losses"] == [4.0, None]
     assert "NaN" not in json.dumps(record)
     assert (record_of(SYNC)["kind"], record_of(EVALUATION)["kind"]) == ("sync", "eval")
+
+
+def test_a_named_validation_set_has_numbers_of_its_own() -> None:
+    wiki = replace(EVALUATION, set="wiki")
+    assert scalars_of(wiki).keys() == {"lm loss validation wiki", "lm loss validation wiki ppl"}
+    assert scalars_of(EVALUATION).keys() == {"lm loss validation", "lm loss validation ppl"}
+    assert record_of(wiki)["set"] == "wiki" and record_of(EVALUATION)["set"] is None
 
 
 def test_steps_stand_once_each_after_a_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,3 +221,22 @@ def test_package_that_breaks_on_import_does_not_end_the_run(tmp_path: Path, monk
     writer.write(step(1))
     writer.close()
     assert said == ["warning: no metrics go to Weights & Biases: ImportError: libfoo is missing"]
+
+
+def test_metrics_go_on_when_their_folder_is_removed(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed (extra `tensorboard`)")
+    said: list[str] = []
+    save = tmp_path / "run"
+    writer = MetricsWriter(LoggingConfig(tensorboard_dir=str(save / "board")), str(save), iteration=0, say=said.append)
+    writer.write(step(1))
+    shutil.rmtree(save)
+    writer.write(step(2))
+    (save / "metrics.jsonl").rename(save / "metrics.jsonl.1")
+    writer.write(step(3))
+    writer.write(step(4))
+    writer.close()
+    assert [r["iteration"] for r in records(save / "metrics.jsonl")] == [3, 4]
+    assert [r["iteration"] for r in records(save / "metrics.jsonl.1")] == [2]
+    assert list((save / "board").glob("events*"))
+    assert [line for line in said if "metrics.jsonl was removed or moved away" in line] == [said[0], said[2]]
+    assert "board was removed or moved away" in said[1] and len(said) == 3
