@@ -407,3 +407,18 @@ class TestState:
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], value: str) -> None:
     with pytest.raises(ValueError, match=f"got {value}; try"):
         AnomalyDetector(2, 2, **settings)
+
+
+def test_columns_follow_their_replicas() -> None:
+    """Replicas 0 and 2 of three stay, the other way round, and a newcomer's column is empty."""
+    detector = AnomalyDetector(3, 2, warmup=3)
+    for sync in range(4):
+        norms = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], dtype=torch.float64) + 0.01 * sync
+        detector.observe(norms, torch.ones(3, dtype=torch.bool))
+    before = detector.state_dict()
+    detector.follow([2, None, 0])
+    after = detector.state_dict()
+    for name in before.keys() - {"majority_streak"}:
+        assert torch.equal(after[name][0], before[name][2]) and torch.equal(after[name][2], before[name][0])
+        assert not after[name][1].any() and after[name].dtype == before[name].dtype
+    assert after["majority_streak"].tolist() == [0, 0]

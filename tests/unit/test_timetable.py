@@ -15,7 +15,6 @@ from megatron_edit.config.flags import load_config
 from megatron_edit.config.notes import notes
 from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.model.names import module_keys
-from megatron_edit.sync.buffers import most_at_once
 from megatron_edit.sync.methods import METHODS
 from megatron_edit.sync.timetable import Timetable, fragments_of
 from megatron_edit.sync.trigger import StepTrigger
@@ -111,14 +110,6 @@ def test_the_modules_are_counted_as_the_engine_counts_them(modules: str) -> None
 
 
 # ---- buffers, slowmo -------------------------------------------------------------------------------------------------
-
-
-def test_buffers_of_delayed_syncs_that_overlap() -> None:
-    """Interval 4, two fragments, launched at 0 and 2: a delay of 3 has both under way, one of 2 has not."""
-    table = Timetable(4, 2)
-    sizes = [[10], [20]]
-    assert most_at_once(sizes, "step", delay=2, timetable=table) == [[10, 10], [20, 20]]
-    assert most_at_once(sizes, "step", delay=3, timetable=table) == [[10, 10, 20, 20]] * 2
 
 
 def slowmo_check(trigger: StepTrigger, iteration: int, train_iters: int, rate_is_0_at: int) -> None:
