@@ -35,8 +35,8 @@ from megatron_edit.checkpoint.training_state import (
 )
 from megatron_edit.config.settings import SETTINGS
 from megatron_edit.model.sharding import is_vocabulary
-from megatron_edit.sync.methods import get_method
 from megatron_edit.sync.trigger import WarmupError
+from megatron_edit.tables.methods import get_method
 
 _SHOWN = 12  # differences that are listed
 _GEOMETRY = (

@@ -10,8 +10,8 @@ from megatron_edit.config.save_size import save_line
 from megatron_edit.config.schema import Config, ModelConfig
 from megatron_edit.config.settings import is_given
 from megatron_edit.config.values import parse_split
-from megatron_edit.sync.methods import METHODS
-from megatron_edit.sync.timetable import Timetable, fragments_of
+from megatron_edit.tables.methods import METHODS
+from megatron_edit.tables.timetable import Timetable, fragments_of
 
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:

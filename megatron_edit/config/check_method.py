@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_edit.config.arithmetic import count_modules, count_parameters
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import SETTINGS, flag_of, is_given, value_of
-from megatron_edit.sync.methods import METHODS, Method
+from megatron_edit.tables.methods import METHODS, Method
 
 PENALTY = ("edit_weighting", "edit_anomaly_threshold", "edit_pseudo_grad_clip")
 # settings that one kind of method takes: (which methods, the reason for the others)

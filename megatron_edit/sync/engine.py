@@ -1,4 +1,4 @@
-"""The sync of one replica's modules with the other replicas: every method of `methods.py` on one engine.
+"""The sync of one replica's modules with the other replicas: every method of `tables/methods.py` on one engine.
 
     after_step    the trigger says whether a sync is due; if so, the replicas exchange norms and step counts
                   (`exchange.py`), and the placement (`placements.py`) sends the modules out and updates them
@@ -27,7 +27,6 @@ from megatron_edit.sync.event import Meeting, SyncDecision, SyncEvent, SyncResul
 from megatron_edit.sync.exchange import Exchange
 from megatron_edit.sync.fleet import FixedFleet, Fleet
 from megatron_edit.sync.inner_moments import InnerMoments
-from megatron_edit.sync.methods import get_method
 from megatron_edit.sync.modules import GradientReducer, ModuleShard, ReplicaDataParallel, collect_modules
 from megatron_edit.sync.notices import IdleWatch, SyncWarnings
 from megatron_edit.sync.outer_state import build_outer_state
@@ -36,6 +35,7 @@ from megatron_edit.sync.state import SyncState
 from megatron_edit.sync.tied import TiedCopies
 from megatron_edit.sync.transport import SyncTransport
 from megatron_edit.sync.trigger import build_trigger
+from megatron_edit.tables.methods import get_method
 
 
 class SyncEngine:
