@@ -34,9 +34,9 @@ from megatron_edit.checkpoint.training_state import (
     shared_key,
 )
 from megatron_edit.config.settings import SETTINGS
-from megatron_edit.model.sharding import is_vocabulary
 from megatron_edit.sync.trigger import WarmupError
 from megatron_edit.tables.methods import get_method
+from megatron_edit.tables.parameters import is_vocabulary
 
 _SHOWN = 12  # differences that are listed
 _GEOMETRY = (

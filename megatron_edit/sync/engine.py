@@ -41,7 +41,7 @@ from megatron_edit.tables.methods import get_method
 class SyncEngine:
     """The sync of one rank's modules with the other replicas.
 
-    module_keys  all modules of the whole model, in forward order (`model.names.module_keys`)
+    module_keys  all modules of the whole model, in forward order (`tables/parameters.py`)
     seed         of the random sparsification
     """
 
