@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_edit.checkpoint.collective import on_first_rank
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.folders import Candidate
 from megatron_edit.checkpoint.in_flight import SavedInFlight
 from megatron_edit.checkpoint.resize import sync_of_saved_replicas
-from megatron_edit.checkpoint.torch_dist import read_tensors, stored_tensors
+from megatron_edit.checkpoint.torch_dist import ShardedTensor, read_tensors, stored_tensors
 from megatron_edit.checkpoint.training_state import (
     ERROR,
     MODEL,

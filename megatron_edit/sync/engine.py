@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_edit.config.schema import EditConfig
 from megatron_edit.parallel.mesh import Mesh
@@ -27,7 +26,13 @@ from megatron_edit.sync.event import Meeting, SyncDecision, SyncEvent, SyncResul
 from megatron_edit.sync.exchange import Exchange
 from megatron_edit.sync.fleet import FixedFleet, Fleet
 from megatron_edit.sync.inner_moments import InnerMoments
-from megatron_edit.sync.modules import GradientReducer, ModuleShard, ReplicaDataParallel, collect_modules
+from megatron_edit.sync.modules import (
+    GradientReducer,
+    MegatronOptimizer,
+    ModuleShard,
+    ReplicaDataParallel,
+    collect_modules,
+)
 from megatron_edit.sync.notices import IdleWatch, SyncWarnings
 from megatron_edit.sync.outer_state import build_outer_state
 from megatron_edit.sync.placements import Placement, build_placement
