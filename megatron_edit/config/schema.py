@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_edit.sync.methods import METHODS
+from megatron_edit.tables.methods import METHODS
 
 
 def setting(

@@ -34,7 +34,7 @@ from megatron_edit.config.settings import SETTINGS, value_problem, with_values
 from megatron_edit.config.yaml_file import read_yaml
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.weights import Weights
-from megatron_edit.model.sharding import is_gated, is_vocabulary
+from megatron_edit.tables.parameters import is_gated, is_vocabulary
 
 POINTER = "latest_checkpointed_iteration.txt"
 _MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")

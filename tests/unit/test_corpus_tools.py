@@ -367,7 +367,7 @@ def test_the_tools_make_a_corpus_from_nothing(tmp_path: Path) -> None:
         ("build_quickstart_corpus.py", ["--output", "{tmp}/o.jsonl", "--max-bytes", "1"], "--max-bytes 1 is too small"),
         ("build_quickstart_corpus.py", ["--output", "{tmp}/in/o.jsonl", "--max-bytes", "99999"], "cannot be written"),
         ("unigram_loss.py", ["--data-path", "{tmp}/none"], "none.idx does not exist"),
-        ("unigram_loss.py", ["--data-path", "{tmp}/none", "--split", "1,x"], "'x' is no number"),
+        ("unigram_loss.py", ["--data-path", "{tmp}/none", "--split", "1,x"], "has the field 'x'"),
     ],
 )
 def test_other_tools_refuse_bad_input(tmp_path: Path, tool: str, arguments: list[str], message: str) -> None:

@@ -117,8 +117,8 @@ def test_a_file_that_changes_while_training_is_named(
     split = build_split(source(prefix), seq_length=9, tokenizer=BYTES, files=files)
     place = RankPlace(num_replicas=1, replica=0, shard_size=1, shard_rank=0, micro_batch_size=2)
     loader = MicrobatchLoader(
-        split.datasets, split.training_order(0), consumed_samples=0, place=place, batch=BatchSchedule.constant(8),
-        num_workers=0,
+        split.datasets, split.training_order(0), consumed_samples=0, place=place,
+        batch=BatchSchedule.constant(8), num_workers=0,
     )  # fmt: skip
     loader.next_batch()
     change(Path(f"{prefix}.bin"))
