@@ -50,7 +50,7 @@ def parse_split(text: str, flag: str = "--split") -> tuple[float, float, float]:
     One to three numbers with commas between them; absent ones are 0.
 
     Raises:
-        DataError: a field that is no plain number (sign, letter, nan, nothing), more than three, all 0.
+        DataError: a field that is not a plain number (sign, letter, nan, nothing), more than three, all 0.
     """
     fields = [field.strip() for field in text.split(",")]
     if len(fields) > len(SPLITS):
@@ -58,7 +58,7 @@ def parse_split(text: str, flag: str = "--split") -> tuple[float, float, float]:
                         "validation, test); 99,1,0 would work")  # fmt: skip
     for field in fields:
         if not _NUMBER.fullmatch(field) or float(field) == float("inf"):
-            raise DataError(f"{flag} {text}: {field!r} is no number from 0 up; 99,1,0 would work")
+            raise DataError(f"{flag} {text}: {field!r} is not a number from 0 up; 99,1,0 would work")
     shares = [float(field) for field in fields] + [0.0] * (len(SPLITS) - len(fields))
     total = sum(shares)
     if total == 0 or total == float("inf"):
@@ -108,7 +108,7 @@ def _like_number(field: str) -> bool:
 
 def _weight(field: str, shown: str) -> Fraction:
     if not _NUMBER.fullmatch(field) or Fraction(field) == 0:
-        reason = "is no weight" if not _like_number(field) else "is not above 0 and finite"
+        reason = "is not a weight" if not _like_number(field) else "is not above 0 and finite"
         raise DataError(f"{shown}: {field!r} {reason}; 0.3 A 0.7 B would work")
     return Fraction(field)
 
