@@ -144,7 +144,7 @@ def check_offload(config: Config, world_size: int, local_world_size: int, free_b
 
 
 def _row_default(method: Method, setting: str) -> object:
-    """The row's own value: a file that --print-config wrote gives it, and that is no contradiction."""
+    """The row's own value: a file that --print-config wrote gives it, and that is not a contradiction."""
     rows = {
         "edit_weighting": method.weighting,
         "edit_anomaly_threshold": method.anomaly_threshold,

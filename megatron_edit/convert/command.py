@@ -166,5 +166,5 @@ def _size(text: str) -> int:
     except ValueError:
         size = 0
     if size <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is no size such as 5GB or 200MB")
+        raise argparse.ArgumentTypeError(f"{text} is not a size such as 5GB or 200MB")
     return size

@@ -354,7 +354,7 @@ def sync_report(slots: Tensor, mine: SyncReport) -> SyncReport:
     """One report of all stages from `slots` [R, stages, columns] float64, the sums over all ranks.
 
     What the ranks decided is equal in all replicas. Of the times it takes, for each stage, that of the
-    replica that waited least (a replica's lateness is no cost of the sync), and of the stages the largest.
+    replica that waited least (a replica's lateness is not a cost of the sync), and of the stages the largest.
     """
     values = {name: slots[:, :, k] for k, name in enumerate(_SYNC_COLUMNS)}  # [R, stages] each
     decided = {name: value[0] for name, value in values.items()}  # [stages] each

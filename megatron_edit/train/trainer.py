@@ -220,7 +220,7 @@ class Trainer:
         """Steps on this replica's reserve until T is over, a stop is asked for, or the reserve is used up."""
         self._feed.deal(self.train_samples)
         trigger = self.engine.trigger
-        trigger.restart_clock()  # evaluation and saving are no time between two syncs
+        trigger.restart_clock()  # evaluation and saving are not time between two syncs
 
         def asks_for_sync() -> bool:
             return self.mesh.is_replica_leader and (trigger.wants_sync() or stop.requested or self._feed.is_empty)

@@ -176,7 +176,7 @@ MENDED = [
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_utf8_cannot_spell_is_replaced_and_counted(tmp_path: Path, workers: int) -> None:
-    """B30: lone surrogates become U+FFFD, a document that is no UTF-8 is left out, a byte order mark is dropped; the
+    """B30: lone surrogates become U+FFFD, a document that is not UTF-8 is left out, a byte order mark is dropped; the
     other documents are unaffected."""
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b"\n".join([*BROKEN_LINES[:3], NO_UTF8, *BROKEN_LINES[3:]]))

@@ -350,7 +350,7 @@ def damaged(tmp_path: Path, how: str) -> str:
         ("idx missing", r"c\.idx does not exist$"),
         ("idx cut", r"c\.idx is cut"),
         ("idx header cut", r"c\.idx is cut"),
-        ("idx is text", "is no index file of megatron-core"),
+        ("idx is text", "is not an index file of megatron-core"),
         ("idx version", "has version 7"),
         ("idx lengths", "lengths and offsets of its documents do not agree"),
         ("idx marks", "does not end at its last sequence"),
