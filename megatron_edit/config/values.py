@@ -115,6 +115,8 @@ def words_of_named_sets(sets: Mapping[Any, Any]) -> list[str]:
 
     Raises ValueError for a name or a value that it cannot have.
     """
+    if not sets:
+        raise ValueError("is an empty mapping: write {NAME: PREFIX}, or leave the key out")
     words = []
     for name, blend in sets.items():
         items = blend if isinstance(blend, list) else [blend]

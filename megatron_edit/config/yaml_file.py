@@ -8,6 +8,7 @@ number belongs is refused, and text stays the text that is written.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -170,7 +171,9 @@ def _hint(setting: Setting, value: Any) -> str:
         other = yaml.safe_load(value)
     except (yaml.YAMLError, ValueError):
         other = None
-    read = isinstance(other, int | float) and not isinstance(other, bool)
+    if isinstance(other, float) and setting.kind is int:  # 8.0 is a way to write 8; 8.5 and .inf are not
+        other = int(other) if other.is_integer() else None
+    read = isinstance(other, int | float) and not isinstance(other, bool) and math.isfinite(other)
     meant = [f"{other}"] if read else []
     if value.isdecimal() and str(int(value)) not in meant:
         meant.append(str(int(value)))

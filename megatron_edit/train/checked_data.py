@@ -55,6 +55,8 @@ def check_data(config: Config) -> CheckedData:
     validation = validation_splits(sources)
     if evaluates and (evaluation.eval_interval is not None or validation):
         wanted += validation or ["valid"]
+    if evaluates and data.test_data_path:
+        wanted.append("test")
 
     def check(splits: list[str]) -> list[str]:
         return check_data_files(
@@ -66,7 +68,7 @@ def check_data(config: Config) -> CheckedData:
         )
 
     notes = check(wanted)
-    if evaluates and sources["test"] is not None:
+    if evaluates and sources["test"] is not None and "test" not in wanted:
         try:
             notes += check(["test"])
             wanted.append("test")

@@ -354,6 +354,11 @@ def test_validation_shorter_than_one_sequence(corpora: Corpora, tmp_path: Path) 
     one(refuse_data(tmp_path, "", **settings, split=None, eval_interval=2, eval_iters=1), "valid", "--seq-length", 33)
 
 
+def test_test_corpus_that_was_asked_for_and_is_missing(corpora: Corpora, tmp_path: Path) -> None:
+    settings = {"data_path": None, "train_data_path": [corpora.documents_200], "test_data_path": ["/nowhere/test"]}
+    one(refuse_data(tmp_path, "", **settings, split=None, eval_iters=1), "/nowhere/test")
+
+
 def test_tokenizer_of_another_corpus(corpora: Corpora, tmp_path: Path) -> None:
     lines = refuse_data(tmp_path, corpora.documents_200, tokenizer_type="NullTokenizer", vocab_size=258)
     one(lines, "ByteTokenizer", "NullTokenizer", 259, "--tokenizer-type")

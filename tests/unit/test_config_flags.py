@@ -205,6 +205,7 @@ def test_yaml_flat_grouped_and_mixed(tmp_path: Path) -> None:
         ("train_iters: 1:30", "must be an integer, not '1:30' (YAML 1.1 reads 90): write 90"),
         ("train_iters: 1_000", "must be an integer, not '1_000' (YAML 1.1 reads 1000): write 1000"),
         ("seed: 0x1F", "must be an integer, not '0x1F' (YAML 1.1 reads 31): write 31"),
+        ("train_iters: 8.0", "must be an integer, not '8.0' (YAML 1.1 reads 8): write 8"),
         ("seed: yes", "must be an integer, not 'yes'"),
         ("seed: 2024-01-31", "must be an integer, not '2024-01-31'"),
         ("lr: 010", "must be a number, not '010' (YAML 1.1 reads 8): write 8 or 10"),
@@ -222,6 +223,12 @@ def test_yaml_flat_grouped_and_mixed(tmp_path: Path) -> None:
 def test_yaml_refusals(tmp_path: Path, text: str, expected: str) -> None:
     (problem,) = problems_of(f"--config {write(tmp_path, text)}")
     assert expected in problem and "run.yaml" in problem
+
+
+@pytest.mark.parametrize("text", ["seed: .inf", "seed: .nan", "train_iters: 8.5", "train_iters: 1e400"])
+def test_yaml_refusals_advise_no_number_that_would_be_refused(tmp_path: Path, text: str) -> None:
+    (problem,) = problems_of(f"--config {write(tmp_path, text)}")
+    assert problem.endswith(f"must be an integer, not '{text.split()[1]}'")
 
 
 def test_yaml_text_is_the_text_that_is_written(tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ def test_named_sets_that_are_refused(words: list[str], reason: str) -> None:
     [
         ({"a/b": "A"}, "has the name 'a/b'"),
         ({2024: "A"}, "has the name 2024"),
+        ({}, "is an empty mapping"),
         ({"wiki": []}, "has under wiki no list"),
         ({"wiki": None}, "has under wiki no list"),
         ({"wiki": [True]}, "has under wiki no list"),
