@@ -1,4 +1,4 @@
-"""Runs disturbed at random: the first message names the true cause, and the run that comes out is the undisturbed one."""
+"""Runs disturbed at random: the first message names the cause, and the run that comes out is the undisturbed one."""
 
 from __future__ import annotations
 
