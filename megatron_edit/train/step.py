@@ -112,8 +112,7 @@ class TrainStep:
         Only where it decides something: a replica that never has a norm (all of its tokens masked) would otherwise
         never come to the sync at which the others wait.
         """
-        engine = self.replica.engine
-        if engine.method.equal_steps or engine.synchronous:
+        if self.replica.engine.equal_steps:
             return False
         flags = torch.tensor([float(flag)], device=self.replica.mesh.platform.device)
         dist.all_reduce(flags, group=self.replica.optimizer.get_grad_stats_parallel_group())
