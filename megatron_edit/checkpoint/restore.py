@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_edit.checkpoint.collective import on_first_rank
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.folders import Candidate
 from megatron_edit.checkpoint.in_flight import SavedInFlight
 from megatron_edit.checkpoint.resize import sync_of_saved_replicas
-from megatron_edit.checkpoint.torch_dist import read_tensors, stored_tensors
+from megatron_edit.checkpoint.torch_dist import ShardedTensor, read_tensors, stored_tensors
 from megatron_edit.checkpoint.training_state import (
     ERROR,
     MODEL,
@@ -34,9 +33,9 @@ from megatron_edit.checkpoint.training_state import (
     shared_key,
 )
 from megatron_edit.config.settings import SETTINGS
-from megatron_edit.model.sharding import is_vocabulary
-from megatron_edit.sync.methods import get_method
 from megatron_edit.sync.trigger import WarmupError
+from megatron_edit.tables.methods import get_method
+from megatron_edit.tables.parameters import is_vocabulary
 
 _SHOWN = 12  # differences that are listed
 _GEOMETRY = (

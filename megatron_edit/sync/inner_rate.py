@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_edit.config.schema import ConfigError
-from megatron_edit.sync.methods import Method
 from megatron_edit.sync.outer import DIVIDE_BY_INNER_LR
 from megatron_edit.sync.trigger import StepTrigger, Trigger
+from megatron_edit.tables.methods import Method
 
 
 def check_inner_rates(

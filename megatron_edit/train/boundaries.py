@@ -149,7 +149,7 @@ class UnequalSteps(Boundaries):
         self._together = self._engine.synchronous
         if not self._together:
             self._feed.deal(self._train_samples)
-            self._engine.trigger.restart_clock()  # evaluation and saving are no time between two syncs
+            self._engine.trigger.restart_clock()  # evaluation and saving are not time between two syncs
 
     def asks_for_sync(self, stop: StopCoordinator) -> bool:
         """See Boundaries."""

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from megatron_edit.config.check_batch_schedule import undivided_batches
 from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.data.blend import is_validation, set_name
-from megatron_edit.model.sharding import local_parameter_count, parameter_count
+from megatron_edit.model.sharding import local_parameter_count
 from megatron_edit.platform import Platform
 from megatron_edit.sync.inner_rate import check_inner_rates
+from megatron_edit.tables.parameters import parameter_count
 from megatron_edit.train.boundaries import Boundaries, EqualSteps, UnequalSteps
 from megatron_edit.train.checked_data import CheckedData
 from megatron_edit.train.checkpointing import Position, RunCheckpoints, Start

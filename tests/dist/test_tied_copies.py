@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_edit.model.names import module_key
+from megatron_edit.tables.parameters import module_key
 from megatron_edit.sync.modules import ModuleShard
 from megatron_edit.train.replica import Replica
 from tests.dist.against_reference import differences
@@ -28,7 +28,7 @@ def tied_run(**fields: Any) -> Run:
 def before_the_sync(replica: Replica, change: Callable[[Any], None], *, everywhere: bool = False) -> None:
     """`change(tied module)` on the last stage of replica 1 (or of all), when sync BAD_SYNC is about to be decided."""
     engine, mesh = replica.engine, replica.mesh
-    right = engine._decide
+    right = engine.exchange.agree
 
     def decide(modules: list[Any], index: int, *arguments: Any, **named: Any) -> Any:
         for module in modules:
@@ -37,7 +37,7 @@ def before_the_sync(replica: Replica, change: Callable[[Any], None], *, everywhe
                 change(module)
         return right(modules, index, *arguments, **named)
 
-    engine._decide = decide  # type: ignore[method-assign]
+    engine.exchange.agree = decide  # type: ignore[method-assign]
 
 
 def spoils_one_copy(replica: Replica) -> None:
@@ -124,7 +124,7 @@ def test_anchors_that_have_parted_are_made_one_again(factor: float, said: int) -
 
 def measures_one_copy_too_long(replica: Replica) -> None:
     """The last stage's arithmetic gives another norm of the same numbers."""
-    right = replica.engine._measure
+    right = replica.engine.exchange._measure
 
     def measure(modules: list[Any], keep: int) -> Any:
         def square_sum(module: ModuleShard, flat: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def measures_one_copy_too_long(replica: Replica) -> None:
         finally:
             ModuleShard.counted_square_sum = plain  # type: ignore[method-assign]
 
-    replica.engine._measure = measure  # type: ignore[method-assign]
+    replica.engine.exchange._measure = measure  # type: ignore[method-assign]
 
 
 def test_both_stages_decide_by_one_norm() -> None:

@@ -12,8 +12,8 @@ from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import with_values
 from megatron_edit.sync.decide import Decider
 from megatron_edit.sync.event import SyncDecision
-from megatron_edit.sync.methods import get_method
 from megatron_edit.sync.notices import IDLE_SYNCS, ROUNDING, IdleWatch, NothingStepsError, SyncWarnings
+from megatron_edit.tables.methods import get_method
 
 KEYS = ["embedding", "layers.0", "layers.1", "head"]
 WARMUP = 3
@@ -28,8 +28,8 @@ class Syncs:
             "flag",
         ).edit  # fmt: skip
         self.replicas, self.index = replicas, 0
-        self.decider = Decider(config, get_method("edit"), replicas, len(KEYS))
-        self.warnings = SyncWarnings(KEYS, replicas, told_elsewhere)
+        self.decider = Decider(config, get_method("edit"), range(replicas), len(KEYS))
+        self.warnings = SyncWarnings(KEYS, told_elsewhere)
 
     def decide(
         self, norms: dict[tuple[int, str], float] | None = None, idle: Sequence[int] = (), due: Sequence[str] = KEYS
@@ -43,7 +43,9 @@ class Syncs:
         steps[list(idle)] = 0
         table[list(idle)] = 0
         columns = [KEYS.index(key) for key in due]
-        return self.decider.decide(self.index, 10 * self.index, columns, table[:, columns], steps[:, columns])
+        return self.decider.decide(
+            self.index, 10 * self.index, columns, table[:, columns], steps[:, columns], range(len(table))
+        )
 
     def lines(self, *arguments: object, **named: object) -> list[str]:
         return self.warnings.after_sync(self.decide(*arguments, **named))  # type: ignore[arg-type]
