@@ -223,7 +223,7 @@ class RunCheckpoints:
         saved = candidate.manifest.content
         weights_only = settings.finetune or not settings.load_optim
         reserves = None if settings.finetune else saved.get("reserves")
-        resized = saved["layout"]["sync"] != self._replica.mesh.num_replicas
+        resized = saved["layout"]["sync"] != self._engine.fleet.num_replicas
         if weights_only:
             iteration = 0 if settings.finetune else candidate.manifest.iteration
             consumed = 0 if settings.finetune else saved.get("consumed_samples")

@@ -122,7 +122,7 @@ class TrainStep:
         self, model: list[torch.nn.Module], num_tokens: torch.Tensor, **megatron_arguments: Any
     ) -> None:
         """megatron-core's own, inside the replica; in synchronous steps tokens are counted over all replicas."""
-        if self.replica.engine.synchronous and self.replica.mesh.num_replicas > 1:
+        if self.replica.engine.synchronous and self.replica.engine.fleet.num_replicas > 1:
             dist.all_reduce(num_tokens, group=self.replica.mesh.sync_group)
         finalize_model_grads(model, num_tokens, **megatron_arguments)
         self._tokens_in_step = num_tokens

@@ -85,8 +85,7 @@ class Trainer:
         self.pace = Pace(
             iteration=position.iteration,
             consumed_samples=position.consumed_samples,
-            num_replicas=self.mesh.num_replicas,
-            replica=self.mesh.replica,
+            fleet=self.engine.fleet,
             batch=start.batch,
             state=position.reserves,
         )
@@ -95,12 +94,12 @@ class Trainer:
         self._learning_rate, self._batch_size = 0.0, 0  # of the last step
         steps = position.reserves["replica_steps"] if position.reserves else [self.iteration]  # of the saved replicas
         self._sample_ids = SampleIdFile(config.data.log_sample_ids, self.mesh, steps)
-        self._feed = TrainingFeed(self.data, self.pace, self.mesh.replica, position.reserves)
+        self._feed = TrainingFeed(self.data, self.pace, self.engine.fleet, position.reserves)
         self._boundaries = self._build_boundaries(start)
         self._metrics = MetricsReducer(
             self.mesh.world_control_group,
             platform.device,
-            Reporter.from_mesh(self.mesh),
+            Reporter.from_mesh(self.mesh, self.engine.fleet),
             train_iters=self.train_iters,
             throughput=throughput_of(config, self.vocab_size, self.mesh.layout.replica_size)
             if config.logging.log_throughput

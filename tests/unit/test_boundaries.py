@@ -48,9 +48,8 @@ def engine_of(trigger: Trigger, *, synchronous: bool = False) -> Any:
 
 
 def pace_of(iteration: int = 0) -> Pace:
-    return Pace(
-        iteration=iteration, consumed_samples=8 * iteration, num_replicas=2, replica=0, batch=BatchSchedule.constant(8)
-    )
+    fleet: Any = SimpleNamespace(num_replicas=2, replica=0)
+    return Pace(iteration=iteration, consumed_samples=8 * iteration, fleet=fleet, batch=BatchSchedule.constant(8))
 
 
 def stop(requested: bool = False) -> Any:
