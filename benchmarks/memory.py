@@ -24,7 +24,7 @@ from megatron_edit.train.memory import KINDS, memory_table
 from megatron_edit.train.step import TrainStep
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    **{name: {"edit_method": name} for name in METHODS if name != "a-edit"},
+    **{name: {"edit_method": name} for name, row in METHODS.items() if row.equal_steps},
     "streaming, delay 2": {"edit_method": "streaming", "edit_sync_delay": 2},
     "edit, offload": {"edit_cpu_offload": True},
     "edit, int8": {"edit_comm_dtype": "int8"},

@@ -114,15 +114,7 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None, don
         *batch_lines(schedule, plan, iters),
         length_line(config, schedule, done or Done()),
     ]
-    if config.edit.edit_method == "baseline":
-        lines.append("sync: baseline, gradients are averaged over all replicas in every step")
-    elif config.edit.edit_method == "a-edit":
-        lines.append(
-            f"sync: a-edit, {config.edit.edit_warmup_steps} synchronous iterations, then a sync whenever "
-            f"{config.edit.edit_sync_time:g} seconds have passed; iterations are samples / global batch"
-        )
-    else:
-        lines.append(_sync_line(config, iters))
+    lines.append(_sync_line(config, iters))
     if config.data.data_path:
         shares = " / ".join(f"{share:.4g}" for share in parse_split(config.data.split))
         lines.append(f"split: training / validation / test = {shares}")
@@ -136,7 +128,13 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None, don
 
 def _sync_line(config: Config, iterations: int) -> str:
     edit, timetable, syncs = config.edit, timetable_of(config), planned_syncs(config)
-    assert timetable is not None
+    if not METHODS[edit.edit_method].is_local:
+        return f"sync: {edit.edit_method}, gradients are averaged over all replicas in every step"
+    if timetable is None:
+        return (
+            f"sync: {edit.edit_method}, {edit.edit_warmup_steps} synchronous iterations, then a sync whenever "
+            f"{edit.edit_sync_time:g} seconds have passed; iterations are samples / global batch"
+        )
     warmup = min(edit.edit_warmup_steps, iterations)
     fragments = f" for each of {timetable.num_fragments} fragments" if timetable.num_fragments > 1 else ""
     at_end = syncs - timetable.syncs_in(0, iterations)

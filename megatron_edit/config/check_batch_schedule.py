@@ -9,6 +9,7 @@ from megatron_edit.config.check_layout import divisors, nearest_multiples
 from megatron_edit.config.derive import batch_schedule, model_ranks
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import is_given
+from megatron_edit.tables.methods import DEFAULT_METHOD, METHODS
 
 STEPS, RAMPUP = "--step-batch-size-schedule", "--rampup-batch-size"
 
@@ -24,10 +25,12 @@ def check_batch_schedule(config: Config, world_size: int) -> Iterator[str]:
         return
     flag, value = _flag(config)
     shown = f"{flag} {value}"
-    if config.edit.edit_method == "a-edit":
+    method = METHODS[config.edit.edit_method]
+    if not method.equal_steps:
         yield (
-            f"{shown} and --edit-method a-edit contradict: its replicas take unequal numbers of steps, for which "
-            "samples are dealt out in batches of one size; give --global-batch-size, or --edit-method edit"
+            f"{shown} and --edit-method {method.name} contradict: its replicas take unequal numbers of steps, for "
+            f"which samples are dealt out in batches of one size; give --global-batch-size, or --edit-method "
+            f"{DEFAULT_METHOD}"
         )
     if training.step_batch_size_schedule and training.rampup_batch_size:
         yield f"{STEPS} and {RAMPUP} are both given: give one"

@@ -7,14 +7,10 @@ from collections.abc import Iterator
 from megatron_edit.config.arithmetic import count_modules
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import SETTINGS, flag_of, is_given, value_of
-from megatron_edit.tables.methods import METHODS, Method
+from megatron_edit.tables.methods import METHODS, Method, settings_of_others
 from megatron_edit.tables.parameters import parameter_count
 
 PENALTY = ("edit_weighting", "edit_anomaly_threshold", "edit_pseudo_grad_clip")
-# settings that one kind of method takes: (which methods, the reason for the others)
-_ONLY_BY_TIME = ("edit_sync_time", "edit_min_total_steps", "edit_step_weight_ratio")
-_ONLY_STAGGERED = ("edit_num_fragments", "edit_sync_delay", "edit_mixing_alpha")
-_ONLY_CO2 = ("edit_co2_gap_penalty", "edit_co2_momentum_clip")
 _NEEDS_ANCHOR = ("edit_consensus", "edit_sparsity", "edit_cpu_offload", "edit_outer_lr", "edit_outer_momentum")
 
 
@@ -34,11 +30,12 @@ def _check_trigger(config: Config, method: Method) -> Iterator[str]:
     edit, training = config.edit, config.training
     name = f"--edit-method {method.name}"
     if method.trigger != "time":
-        for setting in filter(lambda s: _changed(config, s), _ONLY_BY_TIME):
-            yield (
-                f"{flag_of(setting)} {value_of(config, setting)} is a-edit's, and {name} synchronises by steps: leave "
-                "it out, or give --edit-method a-edit"
-            )
+        for setting, owner in settings_of_others(method).items():
+            if owner.trigger == "time" and _changed(config, setting):
+                yield (
+                    f"{flag_of(setting)} {value_of(config, setting)} is {owner.name}'s, and {name} synchronises by "
+                    f"steps: leave it out, or give --edit-method {owner.name}"
+                )
         if edit.edit_sync_interval == 0 and method.is_local:
             yield (
                 f"--edit-sync-interval 0 means --edit-method baseline, and {name} is given: give an interval of 1 or "
@@ -47,10 +44,10 @@ def _check_trigger(config: Config, method: Method) -> Iterator[str]:
         return
     if _changed(config, "edit_sync_interval") or config.sources.get("edit_sync_interval") == "flag":
         yield (
-            f"--edit-sync-interval {edit.edit_sync_interval} and {name} contradict: a-edit synchronises by wall clock, "
-            f"every --edit-sync-time {edit.edit_sync_time:g} seconds; leave the interval out"
+            f"--edit-sync-interval {edit.edit_sync_interval} and {name} contradict: {method.name} synchronises by wall "
+            f"clock, every --edit-sync-time {edit.edit_sync_time:g} seconds; leave the interval out"
         )
-    if is_given(config, "train_iters"):
+    if not method.equal_steps and is_given(config, "train_iters"):
         samples = (training.train_iters or 0) * (training.global_batch_size or 1)
         yield (
             f"--train-iters {training.train_iters} and {name} contradict: its replicas make different numbers of "
@@ -69,10 +66,9 @@ def _check_taken(config: Config, method: Method) -> Iterator[str]:
             if _changed(config, setting) and value_of(config, setting) != _row_default(method, setting):
                 yield f"{flag_of(setting)} {value_of(config, setting)} has no place in {name}: {why}"
 
-    if method.trigger != "staggered":
-        yield from refused(_ONLY_STAGGERED, "it is streaming's; --edit-method streaming takes it")
-    if method.outer_step != "co2":
-        yield from refused(_ONLY_CO2, "it is co2's")
+    for setting, owner in settings_of_others(method).items():
+        if owner.trigger != "time":  # said above
+            yield from refused((setting,), f"it is {owner.name}'s; --edit-method {owner.name} takes it")
     if not method.takes_penalty:
         others = ", ".join(row.name for row in METHODS.values() if row.takes_penalty)
         yield from refused(PENALTY, f"it takes the plain mean; these take the penalty: {others}")

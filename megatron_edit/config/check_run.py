@@ -14,6 +14,7 @@ from megatron_edit.config.derive import batch_schedule, schedule_lengths
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import flag_of, is_given, value_of
 from megatron_edit.config.values import parse_blend, parse_named_sets, parse_split
+from megatron_edit.tables.methods import METHODS
 
 NEED_MODEL_FILE = (
     "SentencePieceTokenizer",
@@ -28,10 +29,10 @@ def check_length(config: Config) -> Iterator[str]:
     """Exactly one of iterations and samples."""
     training = config.training
     iters_given, samples_given = is_given(config, "train_iters"), is_given(config, "train_samples")
-    by_time = config.edit.edit_method == "a-edit"
-    if by_time and not samples_given and not iters_given:
-        yield "--edit-method a-edit needs --train-samples, for example --train-samples 10000"
-    elif by_time and iters_given:
+    method = METHODS[config.edit.edit_method]
+    if not method.equal_steps and not samples_given and not iters_given:
+        yield f"--edit-method {method.name} needs --train-samples, for example --train-samples 10000"
+    elif not method.equal_steps and iters_given:
         pass  # check_method says why it contradicts
     elif iters_given and samples_given:
         yield (

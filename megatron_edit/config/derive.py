@@ -13,7 +13,7 @@ from typing import Any
 from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.schema import Config, OptimizerConfig
 from megatron_edit.config.settings import SETTINGS, value_of, with_values
-from megatron_edit.tables.methods import METHODS
+from megatron_edit.tables.methods import DEFAULT_METHOD, METHODS, SYNCHRONOUS_METHOD
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ def _derived_method(config: Config) -> dict[str, Any]:
     """The method, and the defaults of its row for what was not given."""
     edit, values = config.edit, {}
     name = edit.edit_method
-    if edit.edit_sync_interval == 0 and name == "edit":
-        values["edit_method"] = name = "baseline"
+    if edit.edit_sync_interval == 0 and name == DEFAULT_METHOD:
+        values["edit_method"] = name = SYNCHRONOUS_METHOD
     method = METHODS[name]
     defaults: dict[str, Any] = {
         "edit_weighting": method.weighting,
@@ -185,7 +185,7 @@ def _derived_method(config: Config) -> dict[str, Any]:
         "edit_outer_lr": method.outer_lr,
         "edit_outer_momentum": method.outer_momentum,
         "edit_sync_placement": method.placement if method.placement in ("forward", "step") else None,
-        "edit_sync_time": 600.0 if method.trigger == "time" else None,
+        "edit_sync_time": method.sync_time,
     }
     for setting, default in defaults.items():
         if value_of(config, setting) is None and default is not None:

@@ -9,6 +9,7 @@ from megatron_edit.config.check_run import NEED_MODEL_FILE
 from megatron_edit.config.derive import batch_schedule, schedule_lengths
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import SETTINGS, flag_of, is_given, value_of
+from megatron_edit.tables.methods import METHODS, SYNCHRONOUS_METHOD
 
 
 def notes(config: Config) -> list[str]:
@@ -23,24 +24,25 @@ def _megatron_notes(config: Config) -> Iterator[str]:
 
 def _method_notes(config: Config) -> Iterator[str]:
     edit, train_iters = config.edit, config.training.train_iters
-    if edit.edit_method == "baseline":
+    method = METHODS[edit.edit_method]
+    if not method.is_local:
         kept = {"edit_method", "edit_num_replicas"}
         if edit.edit_sync_interval == 0:
             kept.add("edit_sync_interval")  # it is what chose the baseline
         names = [name for name, setting in SETTINGS.items() if setting.section == "edit" and name not in kept]
         without_effect = [flag_of(name) for name in names if _was_changed(config, name)]
         if without_effect:
-            yield f"with --edit-method baseline these have no effect: {' '.join(without_effect)}"
+            yield f"with --edit-method {method.name} these have no effect: {' '.join(without_effect)}"
         return
     if edit.edit_num_replicas == 1:
         yield (
-            f"*** --edit-method {edit.edit_method} with ONE replica: there is nobody to synchronise with; "
+            f"*** --edit-method {method.name} with ONE replica: there is nobody to synchronise with; "
             "the sync only applies the outer optimizer. Give --edit-num-replicas R, or --edit-method "
-            "baseline ***"
+            f"{SYNCHRONOUS_METHOD} ***"
         )
     if train_iters is None:
         return
-    if edit.edit_method == "a-edit":
+    if not method.equal_steps:
         timeout, sync_time = config.parallel.distributed_timeout_seconds, edit.edit_sync_time
         if sync_time is not None and timeout <= sync_time:
             yield (
@@ -74,7 +76,8 @@ def _schedule_notes(config: Config) -> Iterator[str]:
             f"--train-samples {training.train_samples} is not {what}: the run has {iters} iterations, {samples} samples"
         )
     lengths = schedule_lengths(optimizer, iters, batch)
-    if config.edit.edit_method != "baseline" and lengths.warmup > batch.samples_after(config.edit.edit_warmup_steps):
+    is_local = METHODS[config.edit.edit_method].is_local
+    if is_local and lengths.warmup > batch.samples_after(config.edit.edit_warmup_steps):
         yield (
             f"the learning rate warm-up ends at iteration {batch.iteration_at(lengths.warmup):g}, after the "
             f"synchronous warm-up (--edit-warmup-steps {config.edit.edit_warmup_steps}): replicas start to "

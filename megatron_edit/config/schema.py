@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_edit.tables.methods import METHODS
+from megatron_edit.tables.methods import DEFAULT_METHOD, METHODS
 
 
 def setting(
@@ -126,7 +126,7 @@ class EditConfig:
     """The sync between replicas: EDiT (arXiv 2412.07210) and the methods that it is compared with (docs/methods.md)."""
 
     edit_method: str = setting(
-        "edit", "synchronisation method; docs/methods.md gives the defaults of the settings below that say so",
+        DEFAULT_METHOD, "synchronisation method; docs/methods.md gives the defaults of the settings below that say so",
         choices=tuple(METHODS),
     )  # fmt: skip
     edit_sync_interval: int = setting(

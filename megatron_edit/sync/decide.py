@@ -28,7 +28,7 @@ class Decider:
         assert config.edit_anomaly_threshold is not None and config.edit_weighting is not None, "not resolved"
         self.weighting = config.edit_weighting
         self.temperature = config.edit_softmax_temperature
-        self.by_time = method.trigger == "time"
+        self.equal_steps = method.equal_steps
         self.step_weight_ratio = config.edit_step_weight_ratio
         self.detector = AnomalyDetector(
             len(replicas),
@@ -68,7 +68,7 @@ class Decider:
         all_steps = torch.zeros(shape, dtype=torch.int64)
         all_steps[:, columns] = steps
         # A slow replica has a small norm: what the detector sees is the norm of a random walk of one step (ours).
-        observed = all_norms / all_steps.clamp(min=1).sqrt() if self.by_time else all_norms
+        observed = all_norms / all_steps.clamp(min=1).sqrt() if not self.equal_steps else all_norms
         verdict = self.detector.observe(observed, all_steps > 0, due)
         left_out = verdict.left_out | ~due
         weights = replica_weights(
@@ -76,7 +76,7 @@ class Decider:
             left_out,
             self.weighting,
             self.temperature,
-            steps=all_steps[:, columns[0]] if self.by_time and len(columns) else None,
+            steps=all_steps[:, columns[0]] if not self.equal_steps and len(columns) else None,
             step_weight_ratio=self.step_weight_ratio,
         )
         rolled_back = due & verdict.left_out.all(dim=0)

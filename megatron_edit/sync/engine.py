@@ -123,6 +123,11 @@ class SyncEngine:
         """True while every step averages gradients over all replicas (warm-up and `baseline`)."""
         return self.trigger.in_warmup
 
+    @property
+    def equal_steps(self) -> bool:
+        """Whether all replicas take the next step together; in the warm-up they do with every method."""
+        return self.method.equal_steps or self.synchronous
+
     @torch.no_grad()
     def resume(self, *, has_anchor: bool = False) -> None:
         """Goes on when a checkpoint has been read into masters and `state`; `has_anchor`: an anchor was among it.

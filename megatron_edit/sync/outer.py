@@ -132,6 +132,7 @@ def co2(
 
 
 OUTER_STEPS: dict[str, OuterStep] = {"nesterov": nesterov, "slowmo": slowmo, "co2": co2}
+DIVIDE_BY_INNER_LR = ("slowmo",)  # which must not be 0 in a step before a sync: `inner_rate.py` looks ahead
 
 
 def _pseudo_gradient_(anchor: Tensor, outer_momentum: Tensor, averaged_delta: Tensor, beta: Tensor | float) -> Tensor:

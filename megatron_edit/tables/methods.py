@@ -31,6 +31,9 @@ class Method:
     takes_penalty    whether EDiT's penalty can be asked for: softmax weights, anomaly elimination, clip
     weighting, anomaly_threshold, pseudo_grad_clip  defaults of the penalty's three parts; mean, 0, 0: off
     shards_over_sync the anchor and the outer momentum are dealt out over the replicas, and gathered when used
+    equal_steps      whether all replicas take the same number of steps between two syncs
+    sync_time        default of --edit-sync-time; None where no clock is asked
+    settings         names of the settings that are its own: methods without them in their row refuse them
     """
 
     name: str
@@ -45,10 +48,13 @@ class Method:
     anomaly_threshold: float = 0.0
     pseudo_grad_clip: float = 0.0
     shards_over_sync: bool = False
+    equal_steps: bool = True
+    sync_time: float | None = None
+    settings: tuple[str, ...] = ()
 
     @property
     def is_local(self) -> bool:
-        """Whether replicas take steps of their own; False for `baseline`."""
+        """Whether replicas take steps of their own."""
         return self.trigger != "never"
 
     @property
@@ -56,16 +62,14 @@ class Method:
         """Whether the parameters of the last sync are kept."""
         return self.outer_step != "none"
 
-    @property
-    def equal_steps(self) -> bool:
-        """Whether all replicas take the same number of steps between two syncs."""
-        return self.trigger != "time"
-
 
 class UnknownMethodError(ValueError):
     """--edit-method names no row of the table."""
 
 
+DEFAULT_METHOD = "edit"
+SYNCHRONOUS_METHOD = "baseline"  # what a sync interval of 0 stands for
+_CO2_SETTINGS = ("edit_co2_gap_penalty", "edit_co2_momentum_clip")
 _PENALTY = {"takes_penalty": True, "weighting": "softmax", "anomaly_threshold": 3.0, "pseudo_grad_clip": 10.0}
 
 _ROWS = (
@@ -104,6 +108,7 @@ _ROWS = (
         outer_step="co2",
         outer_lr=1.0,
         outer_momentum=0.5,
+        settings=_CO2_SETTINGS,
     ),
     Method(
         name="co2-sharded",
@@ -113,6 +118,7 @@ _ROWS = (
         outer_lr=1.0,
         outer_momentum=0.5,
         shards_over_sync=True,
+        settings=_CO2_SETTINGS,
     ),
     Method(
         name="edit",
@@ -127,6 +133,9 @@ _ROWS = (
         name="a-edit",
         source="A-EDiT, arXiv 2412.07210; outer learning rate and momentum as for edit",
         trigger="time",
+        equal_steps=False,
+        sync_time=600.0,
+        settings=("edit_sync_time", "edit_min_total_steps", "edit_step_weight_ratio"),
         outer_step="nesterov",
         outer_lr=0.7,
         outer_momentum=0.8,
@@ -136,6 +145,7 @@ _ROWS = (
         name="streaming",
         source="Streaming DiLoCo, arXiv 2501.18512: outer Nesterov 0.7, 0.9",
         trigger="staggered",
+        settings=("edit_num_fragments", "edit_sync_delay", "edit_mixing_alpha"),
         outer_step="nesterov",
         outer_lr=0.7,
         outer_momentum=0.9,
@@ -150,3 +160,13 @@ def get_method(name: str) -> Method:
     if name not in METHODS:
         raise UnknownMethodError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
     return METHODS[name]
+
+
+def settings_of_others(method: Method) -> dict[str, Method]:
+    """The settings that other methods own and `method` does not take: setting -> the first that takes it."""
+    taken: dict[str, Method] = {}
+    for row in METHODS.values():
+        for setting in row.settings:
+            if setting not in method.settings:
+                taken.setdefault(setting, row)
+    return taken

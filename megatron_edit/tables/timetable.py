@@ -1,6 +1,6 @@
 """When the parts of a model synchronise, for methods that count steps. Integers alone: no torch, no settings.
 
-The trigger, --dry-run, the sizes of the sync's buffers and the check of slowmo's learning rate all ask here.
+The trigger, --dry-run, the sizes of the sync's buffers and the check of the inner learning rates all ask here.
 """
 
 from __future__ import annotations
@@ -59,6 +59,11 @@ class Timetable:
     def is_due_for_all(self, step: int) -> bool:
         """Whether after `step` no fragment has local steps that no sync has carried to the other replicas."""
         return step <= self.warmup_end or len(self.due_after(step)) == self.num_fragments
+
+    def begins_sync(self, step: int, last_step: int) -> bool:
+        """Whether a sync follows `step` of a run of `last_step` steps: one that is due, or that of the run's end."""
+        at_end = step == last_step and step > self.warmup_end
+        return at_end or bool(self.due_after(step))
 
     def _syncs_until(self, step: int) -> int:
         whole, rest = divmod(max(0, step - self.warmup_end), self.interval)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -46,6 +46,13 @@ class Start:
     schedule: LearningRateSchedule
     batch: BatchSchedule
     resumed: bool  # the run of the checkpoint goes on; False for a new one, --finetune included
+
+    def rates(self) -> Iterator[float]:
+        """Learning rates of the iterations that are left, all replicas taking equal steps."""
+        samples = self.position.consumed_samples
+        for _ in range(self.position.iteration, self.train_iters):
+            yield self.schedule.at_samples(samples - self.position.schedule_samples)
+            samples += self.batch.size_at(samples)
 
 
 class RunCheckpoints:
@@ -216,7 +223,7 @@ class RunCheckpoints:
         saved = candidate.manifest.content
         weights_only = settings.finetune or not settings.load_optim
         reserves = None if settings.finetune else saved.get("reserves")
-        resized = saved["layout"]["sync"] != self._replica.mesh.num_replicas
+        resized = saved["layout"]["sync"] != self._engine.fleet.num_replicas
         if weights_only:
             iteration = 0 if settings.finetune else candidate.manifest.iteration
             consumed = 0 if settings.finetune else saved.get("consumed_samples")
@@ -262,7 +269,7 @@ class RunCheckpoints:
 
     def _check_reserves(self, candidate: Candidate, reserves: dict[str, Any] | None) -> None:
         """Steps that all replicas take together read on from one position: no sample may be left out before it."""
-        if reserves and reserves["ranges"] and (self._engine.method.equal_steps or self._engine.synchronous):
+        if reserves and reserves["ranges"] and self._engine.equal_steps:
             unused = sum(stop - start for start, stop in reserves["ranges"])
             raise CheckpointError(
                 f"{candidate.folder} was saved by --edit-method {candidate.manifest.content['method']}: {unused} "

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_edit.data.loader import Batch, MicrobatchLoader, ReserveLoader
 from megatron_edit.data.reserves import Reserve, SamplePool
+from megatron_edit.sync.fleet import Fleet
 from megatron_edit.train.data import RunData
 from megatron_edit.train.pace import Pace
 
@@ -16,10 +17,10 @@ class TrainingFeed:
     `state`: of the pool of a run that goes on; None, or without holes: all samples after those of `pace` are unused.
     """
 
-    def __init__(self, data: RunData, pace: Pace, replica: int, state: dict[str, Any] | None) -> None:
+    def __init__(self, data: RunData, pace: Pace, fleet: Fleet, state: dict[str, Any] | None) -> None:
         self._data = data
         self._pace = pace
-        self._replica = replica
+        self._fleet = fleet
         self._state = state if state and state["ranges"] else None  # a warm-up may move on before the first deal
         self._loader: MicrobatchLoader | None = None
         self._reserve_loader: ReserveLoader | None = None
@@ -49,12 +50,12 @@ class TrainingFeed:
         assert self._pool is not None and not self._reserves
         assert self._pool.consumed_samples == pace.consumed_samples, (self._pool.state, pace.consumed_samples)
         self._reserves = self._pool.deal(
-            pace.num_replicas,
+            self._fleet.num_replicas,
             pace.replica_batch_size,
             left_of_run=train_samples - pace.consumed_samples,
             last_steps=pace.last_steps,
         )
-        self._reserve_loader.refill(self._reserves[self._replica])
+        self._reserve_loader.refill(self._reserves[self._fleet.replica])
 
     def give_back(self, steps: tuple[int, ...]) -> None:
         """Ends the interval, in which the replicas have taken `steps` [R]."""

@@ -33,6 +33,7 @@ from megatron_edit.train.loglines import SyncReport, TrainReport
 
 if TYPE_CHECKING:
     from megatron_edit.parallel.mesh import Mesh
+    from megatron_edit.sync.fleet import Fleet
 
 Report = TrainReport | SyncReport
 
@@ -45,8 +46,7 @@ class MetricsError(RuntimeError):
 class Reporter:
     """What this rank's numbers count for."""
 
-    replica: int
-    num_replicas: int
+    fleet: Fleet  # the replicas, asked at each report
     stage: int  # of the pipeline
     num_stages: int
     reports_loss: bool  # its loss sums and tokens count: last stage, first tensor parallel rank of each shard
@@ -58,12 +58,11 @@ class Reporter:
         return self.reports_stage and self.stage == self.num_stages - 1
 
     @classmethod
-    def from_mesh(cls, mesh: Mesh) -> Reporter:
-        """The reporter of this rank of `mesh`."""
+    def from_mesh(cls, mesh: Mesh, fleet: Fleet) -> Reporter:
+        """The reporter of this rank of `mesh`, of a replica of `fleet`."""
         place, layout = mesh.place, mesh.layout
         return cls(
-            replica=place.sync,
-            num_replicas=layout.sync,
+            fleet=fleet,
             stage=place.pp,
             num_stages=layout.pp,
             reports_loss=mesh.reports_loss,
@@ -218,8 +217,8 @@ class MetricsReducer:
         the largest is shown. The other arguments are shown as they are, and equal on all ranks.
         """
         reporter = self._reporter
-        slots = torch.zeros(reporter.num_replicas, len(_Column), dtype=torch.float64)  # [R, columns]
-        mine = slots[reporter.replica]
+        slots = torch.zeros(reporter.fleet.num_replicas, len(_Column), dtype=torch.float64)  # [R, columns]
+        mine = slots[reporter.fleet.replica]
         mine[: _Column.GRAD_NORM] = self._losses.cpu()  # zeros where the loss is not reported
         if reporter.reports_replica:
             norms = torch.cat([self._last_norm, self._norm_max[None], self._nan_iterations[None]])
@@ -258,8 +257,8 @@ class MetricsReducer:
         """
         reporter = self._reporter
         columns = len(_SYNC_COLUMNS)
-        slots = torch.zeros(reporter.num_replicas, reporter.num_stages, columns, dtype=torch.float64)
-        mine = slots[reporter.replica, reporter.stage]
+        slots = torch.zeros(reporter.fleet.num_replicas, reporter.num_stages, columns, dtype=torch.float64)
+        mine = slots[reporter.fleet.replica, reporter.stage]
         if reporter.reports_stage:
             mine[:] = torch.tensor([getattr(report, name) for name in _SYNC_COLUMNS], dtype=torch.float64)
         mine[_SYNC_COLUMNS.index("bytes")] = report.bytes

@@ -8,15 +8,19 @@ With equal step counts (every method but a-edit, and every warm-up) each iterati
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_edit.config.batch_schedule import BatchSchedule
+
+if TYPE_CHECKING:
+    from megatron_edit.sync.fleet import Fleet
 
 
 class Pace:
     """Counts of one replica.
 
     iteration, consumed_samples  of all replicas, at the last meeting
+    fleet                        the replicas: asked at use
     batch                        global batch of each iteration; a constant one where steps are unequal
     state                        of a run of unequal steps that goes on, else None; of another number of replicas it
                                  leaves only what does not depend on them
@@ -27,29 +31,27 @@ class Pace:
         *,
         iteration: int,
         consumed_samples: int,
-        num_replicas: int,
-        replica: int,
+        fleet: Fleet,
         batch: BatchSchedule,
         state: dict[str, Any] | None = None,
     ) -> None:
         state = state or {}
         self.iteration = iteration
         self.consumed_samples = consumed_samples
-        self.num_replicas = num_replicas
         self.batch = batch
         self.last_steps: tuple[int, ...] | None = None  # of each replica between the last two meetings
-        self._replica = replica
+        self._fleet = fleet
         self._iteration_before = iteration  # at the meeting before
         # Samples beyond the whole iterations, so that a global batch of another size never takes iterations back.
         self._rest = samples_beyond_iteration(state, batch)
-        self._replica_steps = [iteration] * num_replicas  # over the whole run, up to the last meeting
+        self._replica_steps = [iteration] * fleet.num_replicas  # over the whole run, up to the last meeting
         self._own_steps = 0  # since the last meeting
         known = state.get("replica_steps", [])
-        if len(known) == num_replicas:
+        if len(known) == fleet.num_replicas:
             self._replica_steps = list(known)
             self.last_steps = None if state["last_steps"] is None else tuple(state["last_steps"])
         elif known:  # the replicas count on from the furthest, so that none counts a step twice
-            self._replica_steps = [max(known)] * num_replicas
+            self._replica_steps = [max(known)] * fleet.num_replicas
 
     @property
     def state(self) -> dict[str, Any]:
@@ -74,12 +76,12 @@ class Pace:
     @property
     def replica_batch_size(self) -> int:
         """Samples of the next step of one replica."""
-        return self.global_batch_size // self.num_replicas
+        return self.global_batch_size // self._fleet.num_replicas
 
     @property
     def own_step(self) -> int:
         """Steps of this replica over the whole run."""
-        return self._replica_steps[self._replica] + self._own_steps
+        return self._replica_steps[self._fleet.replica] + self._own_steps
 
     @property
     def schedule_samples(self) -> float:
@@ -90,7 +92,7 @@ class Pace:
         if self._own_steps == 0:
             return self.consumed_samples
         last = self.last_steps
-        ratio = sum(last) / last[self._replica] if last else self.num_replicas
+        ratio = sum(last) / last[self._fleet.replica] if last else self._fleet.num_replicas
         return self.consumed_samples + self._own_steps * self.replica_batch_size * ratio
 
     def step(self) -> None:
@@ -99,7 +101,7 @@ class Pace:
 
     def meet_after_one_step(self) -> None:
         """All replicas have taken one step."""
-        self._meet([1] * self.num_replicas)
+        self._meet([1] * self._fleet.num_replicas)
 
     def meet(self, steps: Sequence[int]) -> None:
         """All replicas have met after `steps` [R] of each; what they took last time says what to expect."""
@@ -107,7 +109,8 @@ class Pace:
         self.last_steps = tuple(steps)
 
     def _meet(self, steps: Sequence[int]) -> None:
-        assert len(steps) == self.num_replicas and steps[self._replica] == self._own_steps, (steps, self._own_steps)
+        fleet = self._fleet
+        assert len(steps) == fleet.num_replicas and steps[fleet.replica] == self._own_steps, (steps, self._own_steps)
         samples = sum(steps) * self.replica_batch_size
         iterations, self._rest = divmod(self._rest + samples, self.global_batch_size)
         self.consumed_samples += samples

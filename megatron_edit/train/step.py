@@ -112,8 +112,7 @@ class TrainStep:
         Only where it decides something: a replica that never has a norm (all of its tokens masked) would otherwise
         never come to the sync at which the others wait.
         """
-        engine = self.replica.engine
-        if engine.method.equal_steps or engine.synchronous:
+        if self.replica.engine.equal_steps:
             return False
         flags = torch.tensor([float(flag)], device=self.replica.mesh.platform.device)
         dist.all_reduce(flags, group=self.replica.optimizer.get_grad_stats_parallel_group())
@@ -123,7 +122,7 @@ class TrainStep:
         self, model: list[torch.nn.Module], num_tokens: torch.Tensor, **megatron_arguments: Any
     ) -> None:
         """megatron-core's own, inside the replica; in synchronous steps tokens are counted over all replicas."""
-        if self.replica.engine.synchronous and self.replica.mesh.num_replicas > 1:
+        if self.replica.engine.synchronous and self.replica.engine.fleet.num_replicas > 1:
             dist.all_reduce(num_tokens, group=self.replica.mesh.sync_group)
         finalize_model_grads(model, num_tokens, **megatron_arguments)
         self._tokens_in_step = num_tokens

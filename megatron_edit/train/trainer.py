@@ -2,17 +2,15 @@
 
     Trainer(config, platform, checked_data, store).fit()
 
-The run goes from boundary to boundary: what needs all replicas (evaluation, saving, the end) happens there, and in
-between nothing here waits for another replica. Where all replicas take equal numbers of steps a boundary lies after
-every iteration, one optimizer step of every replica. With unequal ones (a-edit, after its warm-up) it is a meeting: the
-step after which all replicas decide their next sync. An iteration is then a global batch of samples.
+The run goes from boundary to boundary (`boundaries.py`): what needs all replicas (evaluation, saving, the end) happens
+there, and in between nothing here waits for another replica.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,11 +20,11 @@ from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.data.blend import is_validation, set_name
 from megatron_edit.model.sharding import local_parameter_count
 from megatron_edit.platform import Platform
-from megatron_edit.sync.event import Meeting
-from megatron_edit.sync.trigger import StepTrigger
+from megatron_edit.sync.inner_rate import check_inner_rates
 from megatron_edit.tables.parameters import parameter_count
+from megatron_edit.train.boundaries import Boundaries, EqualSteps, UnequalSteps
 from megatron_edit.train.checked_data import CheckedData
-from megatron_edit.train.checkpointing import Position, RunCheckpoints
+from megatron_edit.train.checkpointing import Position, RunCheckpoints, Start
 from megatron_edit.train.data import RunData
 from megatron_edit.train.evaluate import evaluate
 from megatron_edit.train.feed import TrainingFeed
@@ -62,12 +60,9 @@ class Trainer:
         presence: Presence | None = None,
         owns_process: bool = False,
     ) -> None:
-        training = config.training
-        assert training.train_samples is not None
         self.config = config
         self._presence = presence
         self._owns_process = owns_process
-        self.train_samples: int = training.train_samples
         self.vocab_size = checked.vocab_size
         self.mesh = mesh_of(config, platform)
         self._output = RunOutput(config, writes=self.mesh.rank == 0)
@@ -79,36 +74,32 @@ class Trainer:
         self._step = TrainStep(self.replica)
         self._checkpoints = RunCheckpoints(config, self.replica, self.vocab_size, self._output.say)
         start = self._checkpoints.load()
-        self.train_iters = start.train_iters
-        position, batch = start.position, start.batch
+        position = start.position
         if problems := undivided_batches(config, self.mesh.layout.world_size, position.consumed_samples):
             raise ConfigError(problems)
+        check_inner_rates(
+            self.engine.method, self.engine.trigger, position.iteration, start.rates(), config.optimizer.lr
+        )
+        self.train_iters, self._resumed = start.train_iters, start.resumed
+        self._schedule, self._schedule_samples = start.schedule, position.schedule_samples
         self.pace = Pace(
             iteration=position.iteration,
             consumed_samples=position.consumed_samples,
-            num_replicas=self.mesh.num_replicas,
-            replica=self.mesh.replica,
-            batch=batch,
+            fleet=self.engine.fleet,
+            batch=start.batch,
             state=position.reserves,
         )
-        self._schedule, self._schedule_samples = start.schedule, position.schedule_samples
-        self._resumed = start.resumed
-        self._refuse_syncs_without_learning_rate()
         self._rendezvous_store = store
         self._logged_iteration = self.iteration
         self._learning_rate, self._batch_size = 0.0, 0  # of the last step
-        self._at_sync = position.at_sync is not False  # with unequal steps: whether the last meeting was averaged
-        # Of an interval that another method has begun.
-        self._steps_before = 0 if self.engine.synchronous else self.engine.trigger.steps_since_sync
         steps = position.reserves["replica_steps"] if position.reserves else [self.iteration]  # of the saved replicas
-        self._met_at: dict[int, int] = {}  # sync -> iteration, until it is reported
-        self._steps_ahead = self.engine.trigger.steps - self.iteration
         self._sample_ids = SampleIdFile(config.data.log_sample_ids, self.mesh, steps)
-        self._feed = TrainingFeed(self.data, self.pace, self.mesh.replica, position.reserves)
+        self._feed = TrainingFeed(self.data, self.pace, self.engine.fleet, position.reserves)
+        self._boundaries = self._build_boundaries(start)
         self._metrics = MetricsReducer(
             self.mesh.world_control_group,
             platform.device,
-            Reporter.from_mesh(self.mesh),
+            Reporter.from_mesh(self.mesh, self.engine.fleet),
             train_iters=self.train_iters,
             throughput=throughput_of(config, self.vocab_size, self.mesh.layout.replica_size)
             if config.logging.log_throughput
@@ -116,23 +107,20 @@ class Trainer:
             z_loss=config.training.z_loss_coeff > 0,
         )
 
-    def _refuse_syncs_without_learning_rate(self) -> None:
-        """SlowMo divides by the inner learning rate of the step before a sync. Raises ConfigError where that is 0."""
-        if self.engine.method.outer_step != "slowmo":
-            return
-        trigger, before = self.engine.trigger, self.consumed_samples
-        assert isinstance(trigger, StepTrigger)
-        timetable, ahead = trigger.timetable, trigger.steps - self.iteration
-        for iteration in range(self.iteration + 1, self.train_iters + 1):
-            at_end = iteration == self.train_iters and iteration + ahead > timetable.warmup_end
-            rate = self._schedule.at_samples(before - self._schedule_samples)
-            if rate == 0 and (at_end or timetable.due_after(iteration + ahead)):
-                raise ConfigError([
-                    f"--edit-method slowmo divides by the learning rate, which is 0 at iteration {iteration}, before a "
-                    f"sync: give --min-lr (or in its warm-up --lr-warmup-init) above 0, for example "
-                    f"{self.config.optimizer.lr / 10:g}"
-                ])  # fmt: skip
-            before += self.pace.batch.size_at(before)
+    def _build_boundaries(self, start: Start) -> Boundaries:
+        if self.engine.method.equal_steps:
+            return EqualSteps(self.engine, self.pace, self._feed, train_iters=start.train_iters)
+        train_samples = self.config.training.train_samples
+        assert train_samples is not None, "the config is not resolved"
+        return UnequalSteps(
+            self.engine,
+            self.pace,
+            self._feed,
+            train_samples=train_samples,
+            position=start.position,
+            asks=self.mesh.is_replica_leader,
+            say=self._output.say,
+        )
 
     @property
     def iteration(self) -> int:
@@ -149,7 +137,7 @@ class Trainer:
         try:
             self._announce()
             self._output.begin(self.iteration, self.train_iters)
-            at_end = self._resumed and self._is_done
+            at_end = self._resumed and self._boundaries.is_end
             if at_end and not self._checkpoints.lacks_final(self.iteration):
                 self._output.say(f"nothing left to do: resumed at iteration {self.iteration} of {self.train_iters}")
                 return
@@ -175,68 +163,30 @@ class Trainer:
         boundary = self.iteration  # the same as the iteration where steps are equal, else syncs count on from it
         while True:
             reason = stop.should_stop(boundary)
-            if self._is_done:
+            if self._boundaries.is_end:
                 return None
             if reason is not None:
                 return replace(reason, iteration=self.iteration)
-            if self.engine.method.equal_steps or self.engine.synchronous:
-                self._train_iteration()
-            else:
-                self._train_to_meeting(stop)
+            self._boundaries.begin()
+            while not self._train_step(stop):
+                self._output.show(self._metrics.poll())
             self._at_boundary()
             boundary += 1
             interval = self.config.training.exit_interval
-            if self.pace.crossed(interval) and not self._is_done:
+            if self.pace.crossed(interval) and not self._boundaries.is_end:
                 return f"--exit-interval {interval}: stop after iteration {self.iteration}"
 
-    @property
-    def _is_done(self) -> bool:
-        if self.engine.method.equal_steps:
-            return self.iteration >= self.train_iters
-        return self.consumed_samples >= self.train_samples
-
-    def _train_iteration(self) -> None:
-        """One step of every replica."""
-        synchronous = self.engine.synchronous
-        self._train_step(lambda: False)
-        self.pace.meet_after_one_step()
-        if synchronous and not self.engine.synchronous:
-            self._say_memory()
-
-    def _at_boundary(self) -> None:
-        """What needs all replicas, when its interval is over."""
-        if self.pace.crossed(self.config.logging.log_interval):
-            self._emit()
-        self._output.show(self._metrics.poll())
-        self._output.advance(self.iteration)
-        evaluation = self.config.evaluation
-        if self.pace.crossed(evaluation.eval_interval) and not (self._is_done and evaluation.eval_at_end):
-            self._evaluate(self.data.validation_splits)
-        if self._checkpoints.due(self.pace, at_sync=self._known_at_sync) and not self._is_done:
-            self._save()
-        self._checkpoints.poll()
-
-    def _train_to_meeting(self, stop: StopCoordinator) -> None:
-        """Steps on this replica's reserve until T is over, a stop is asked for, or the reserve is used up."""
-        self._feed.deal(self.train_samples)
-        trigger = self.engine.trigger
-        trigger.restart_clock()  # evaluation and saving are not time between two syncs
-
-        def asks_for_sync() -> bool:
-            return self.mesh.is_replica_leader and (trigger.wants_sync() or stop.requested or self._feed.is_empty)
-
-        meeting = None
-        while meeting is None:
-            meeting = self._train_step(asks_for_sync)
-            self._output.show(self._metrics.poll())
-
-    def _train_step(self, asks_for_sync: Callable[[], bool]) -> Meeting | None:
+    def _train_step(self, stop: StopCoordinator) -> bool:
+        """One step of this replica; whether it came to a boundary."""
         self._note(f"step {self.pace.own_step + 1}")
+        synchronous = self.engine.synchronous
         microbatches, sample_ids = self._feed.next_batch()
         self._batch_size = self.pace.global_batch_size
         self._learning_rate = self._schedule.at_samples(self.pace.schedule_samples - self._schedule_samples)
-        outcome = self._step.run(microbatches, self._learning_rate, asks_for_sync)
-        self.pace.step()
+        outcome = self._step.run(
+            microbatches, self._learning_rate, partial(self._boundaries.asks_for_sync, stop)
+        )
+        is_boundary = self._boundaries.after_step(outcome.meeting)
         self._sample_ids.write(self.pace.own_step, sample_ids)
         self._metrics.accumulate(
             outcome.loss_sum,
@@ -246,33 +196,27 @@ class Trainer:
             skipped=not outcome.updated,
             z_loss_sum=outcome.z_loss_sum,
         )
-        if outcome.meeting is not None and not self.engine.method.equal_steps:
-            self._meet(outcome.meeting)
         self._report_sync()
-        return outcome.meeting
+        if synchronous and not self.engine.synchronous:
+            self._say_memory()
+        return is_boundary
 
-    def _meet(self, meeting: Meeting) -> None:
-        """All replicas know now how many steps each has taken."""
-        steps = tuple(n - self._steps_before for n in meeting.steps)
-        self._steps_before = 0
-        self._feed.give_back(steps)
-        self.pace.meet(steps)
-        self._at_sync = meeting.averaged
-        if meeting.averaged:
-            self._met_at[meeting.index] = self.iteration
-        else:
-            self._output.say(
-                f"sync {meeting.index} at iteration {self.iteration}: put off, all replicas together have taken fewer "
-                f"than --edit-min-total-steps {self.config.edit.edit_min_total_steps}"
-            )
+    def _at_boundary(self) -> None:
+        """What needs all replicas, when its interval is over."""
+        if self.pace.crossed(self.config.logging.log_interval):
+            self._emit()
+        self._output.show(self._metrics.poll())
+        self._output.advance(self.iteration)
+        evaluation = self.config.evaluation
+        if self.pace.crossed(evaluation.eval_interval) and not (self._boundaries.is_end and evaluation.eval_at_end):
+            self._evaluate(self.data.validation_splits)
+        if self._checkpoints.due(self.pace, at_sync=self._boundaries.at_sync) and not self._boundaries.is_end:
+            self._save()
+        self._checkpoints.poll()
 
     def _note(self, step: str) -> None:
         if self._presence is not None:
             self._presence.note(step)
-
-    @property
-    def _known_at_sync(self) -> bool | None:
-        return None if self.engine.method.equal_steps else self._at_sync
 
     # ---- the log -----------------------------------------------------------------------------------------------------
 
@@ -296,10 +240,7 @@ class Trainer:
             place = self.mesh.place
             if place.sync == place.dp == place.cp == place.tp == 0:  # one rank of each stage
                 self._output.warn(self.engine.take_warnings())
-            iteration = self.iteration
-            if self.engine.method.equal_steps:  # a replica's own steps are more or fewer after a run of a-edit
-                iteration = result.decision.iteration - self._steps_ahead
-            iteration = self._met_at.pop(result.decision.index, iteration)
+            iteration = self._boundaries.iteration_of(result.decision)
             self._metrics.emit_sync(stage_sync_report(result, self.mesh, self.engine.modules, iteration))
 
     def _flush_log(self) -> None:
@@ -344,13 +285,12 @@ class Trainer:
         self._note(f"the save after iteration {self.iteration}")
         with self._metrics.untimed():
             self._flush_log()  # a start that resumes here finds the lines up to here
-            unequal = self.pace.is_uneven or not self.engine.method.equal_steps
             position = Position(
                 self.iteration,
                 self.consumed_samples,
                 self._schedule_samples,
-                reserves={**self._feed.state, **self.pace.state} if unequal else None,
-                at_sync=self._known_at_sync,
+                reserves=self._boundaries.reserves,
+                at_sync=self._boundaries.at_sync,
             )
             self._checkpoints.save(position, self._schedule, wait=wait)
         self._report_sync()

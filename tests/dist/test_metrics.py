@@ -3,6 +3,7 @@
 import math
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def reporter_of(rank: int, *, replicas: int, dp: int = 1, pp: int = 1, tp: int =
     shard, rest = divmod(rest, pp * tp)
     stage, tensor = divmod(rest, tp)
     return Reporter(
-        replica, replicas, stage, pp,
+        SimpleNamespace(num_replicas=replicas, replica=replica), stage, pp,  # type: ignore[arg-type]
         reports_loss=stage == pp - 1 and tensor == 0, reports_stage=tensor == shard == 0,
     )  # fmt: skip
 

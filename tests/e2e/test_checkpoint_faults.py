@@ -259,16 +259,18 @@ def test_a_folder_that_is_removed_while_training(tmp_path: Path) -> None:
     folder = tmp_path / "run"
 
     def in_rank(rank: int) -> None:
+        from megatron_edit.train.signals import StopCoordinator
         from megatron_edit.train.trainer import Trainer
 
-        original = Trainer._train_iteration
+        original = Trainer._train_step
 
-        def train_iteration(self: Trainer) -> None:
-            original(self)
+        def train_step(self: Trainer, stop: StopCoordinator) -> bool:
+            at_boundary = original(self, stop)
             if rank == 0 and self.iteration == 5:
                 folder.rename(tmp_path / "moved")
+            return at_boundary
 
-        Trainer._train_iteration = train_iteration  # type: ignore[method-assign]
+        Trainer._train_step = train_step  # type: ignore[method-assign]
 
     settings = {**SMALL, "save": str(folder), "load": str(folder), "save_interval": 2}
     result = train(2, **settings, train_iters=7, in_rank=in_rank)

@@ -28,16 +28,17 @@ def at_iteration(iteration: int, culprit: int, act: Callable[[Any], None]) -> Ca
     """Rank `culprit` calls `act(trainer)` as it begins `iteration`."""
 
     def in_rank(rank: int) -> None:
+        from megatron_edit.train.signals import StopCoordinator
         from megatron_edit.train.trainer import Trainer
 
-        original = Trainer._train_iteration
+        original = Trainer._train_step
 
-        def train_iteration(self: Trainer) -> None:
+        def train_step(self: Trainer, stop: StopCoordinator) -> bool:
             if rank == culprit and self.iteration + 1 == iteration:
                 act(self)
-            original(self)
+            return original(self, stop)
 
-        Trainer._train_iteration = train_iteration  # type: ignore[method-assign]
+        Trainer._train_step = train_step  # type: ignore[method-assign]
 
     return in_rank
 

@@ -198,16 +198,18 @@ def test_a_crash_leaves_no_sample_logged_twice(tmp_path: Path) -> None:
 
 def killed_after(iteration: int) -> Callable[[int], None]:
     def in_rank(rank: int) -> None:
+        from megatron_edit.train.signals import StopCoordinator
         from megatron_edit.train.trainer import Trainer
 
-        original = Trainer._train_iteration
+        original = Trainer._train_step
 
-        def train_iteration(self: Trainer) -> None:
-            original(self)
+        def train_step(self: Trainer, stop: StopCoordinator) -> bool:
+            at_boundary = original(self, stop)
             if self.iteration == iteration:
                 os.kill(os.getpid(), signal.SIGKILL)
+            return at_boundary
 
-        Trainer._train_iteration = train_iteration  # type: ignore[method-assign]
+        Trainer._train_step = train_step  # type: ignore[method-assign]
 
     return in_rank
 

@@ -258,12 +258,13 @@ def clocked(folder: Path, sleeper: int, at_iteration: int) -> Callable[[int], No
     def in_rank(rank: int) -> None:
         import time
 
+        from megatron_edit.train.signals import StopCoordinator
         from megatron_edit.train.trainer import Trainer
 
-        original = Trainer._train_iteration
+        original = Trainer._train_step
         ends: list[float] = []
 
-        def train_iteration(self: Trainer) -> None:
+        def train_step(self: Trainer, stop: StopCoordinator) -> bool:
             step = self._step.run
 
             def slow(*arguments: Any) -> Any:
@@ -272,12 +273,13 @@ def clocked(folder: Path, sleeper: int, at_iteration: int) -> Callable[[int], No
                 return step(*arguments)
 
             self._step.run = slow  # type: ignore[method-assign]
-            original(self)
+            at_boundary = original(self, stop)
             self._step.run = step  # type: ignore[method-assign]
             ends.append(time.monotonic())
             (folder / f"{rank}.json").write_text(json.dumps(ends))
+            return at_boundary
 
-        Trainer._train_iteration = train_iteration  # type: ignore[method-assign]
+        Trainer._train_step = train_step  # type: ignore[method-assign]
 
     return in_rank
 

@@ -265,7 +265,7 @@ def test_lengths_in_iterations_are_samples_of_those_iterations() -> None:
 
 
 def test_counts_of_a_growing_batch() -> None:
-    pace = Pace(iteration=0, consumed_samples=0, num_replicas=2, replica=1, batch=MIXED)
+    pace = Pace(iteration=0, consumed_samples=0, fleet=SimpleNamespace(num_replicas=2, replica=1), batch=MIXED)
     for iteration, (before, size) in enumerate(batches(MIXED, 15), start=1):
         assert (pace.schedule_samples, pace.global_batch_size, pace.replica_batch_size) == (before, size, size // 2)
         pace.step()

@@ -1,5 +1,6 @@
 """The table of methods is complete, its rows are consistent, and docs/methods.md says what it says."""
 
+import ast
 import dataclasses
 import re
 from pathlib import Path
@@ -10,8 +11,9 @@ import torch
 
 from megatron_edit.config.settings import SETTINGS
 from megatron_edit.sync.outer import OUTER_STEPS, OuterSettings
-from megatron_edit.tables.methods import METHODS, Method, UnknownMethodError, get_method
+from megatron_edit.tables.methods import METHODS, Method, UnknownMethodError, get_method, settings_of_others
 
+PACKAGE = Path(__file__).resolve().parents[2] / "megatron_edit"
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
 
 # design tables of the papers: trigger, place, outer step, its learning rate and momentum, penalty by default
@@ -46,6 +48,8 @@ def test_rows_are_consistent(row: Method) -> None:
     assert row.has_anchor == (row.outer_lr is not None) == (row.outer_momentum is not None)
     assert row.takes_penalty or (row.weighting, row.anomaly_threshold, row.pseudo_grad_clip) == ("mean", 0.0, 0.0)
     assert row.has_anchor or not (row.takes_penalty or row.shards_over_sync)
+    assert (row.trigger == "time") == (row.sync_time is not None) == (not row.equal_steps)
+    assert all(SETTINGS[setting].section == "edit" for setting in row.settings)
     with pytest.raises(dataclasses.FrozenInstanceError):
         row.name = "other"  # type: ignore[misc]
 
@@ -53,6 +57,27 @@ def test_rows_are_consistent(row: Method) -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(UnknownMethodError, match=r"'edti'; known: baseline, post-local-sgd"):
         get_method("edti")
+
+
+def test_a_setting_of_others_is_every_owned_one_that_the_row_does_not_name() -> None:
+    owned = {setting for row in METHODS.values() for setting in row.settings}
+    for row in METHODS.values():
+        others = settings_of_others(row)
+        assert others.keys() == owned - set(row.settings)
+        assert all(setting in owner.settings for setting, owner in others.items())
+    assert settings_of_others(METHODS["edit"])["edit_co2_momentum_clip"].name == "co2", "the first that takes it"
+
+
+def test_methods_answer_for_themselves() -> None:
+    """No file but the table compares with a method's name: what a method does follows from its row."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare) and not ast.unparse(node).startswith("setting.section"):
+                constants = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+                if constants & METHODS.keys():
+                    found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
 
 
 # ---- docs/methods.md -------------------------------------------------------------------------------------------------
@@ -83,12 +108,23 @@ def test_the_page_gives_the_defaults_of_the_settings() -> None:
     assert len(found) > 15
     for flag, shown in found.items():
         default: Any = SETTINGS[flag.replace("-", "_")].default
-        if default is None:  # derived; said in words, except for this one
-            assert shown == "600" if flag == "edit-sync-time" else not shown[0].isdigit()
+        if flag == "edit-sync-time":
+            assert [shown] == [number(row.sync_time) for row in METHODS.values() if row.sync_time]
+        elif default is None:  # derived; said in words
+            assert not shown[0].isdigit()
         elif isinstance(default, bool):
             assert shown == ("on" if default else "off"), flag
         else:
             assert shown == (default if isinstance(default, str) else number(default)), flag
+
+
+def test_the_page_says_whose_a_setting_is() -> None:
+    users = dict(re.findall(r"^\| `--(edit-[a-z0-9-]+)` \| [^|]+ \| ([^|]+?) \| [^|]+ \|$", PAGE, re.MULTILINE))
+    owned = {setting for row in METHODS.values() for setting in row.settings}
+    assert {flag.replace("-", "_") for flag in users} > owned
+    for setting in owned:
+        used_by = users[setting.replace("_", "-")].removesuffix(" with a delay").split(", ")
+        assert used_by == [row.name for row in METHODS.values() if setting in row.settings], setting
 
 
 def test_the_page_names_every_setting_of_the_sync_but_those_of_every_run() -> None:

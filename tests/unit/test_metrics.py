@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,7 +119,7 @@ class NoReading(TorchDispatchMode):
 
 
 def test_accumulating_reads_no_tensor() -> None:
-    reporter = Reporter(0, 1, 0, 1, reports_loss=True, reports_stage=True)
+    reporter = Reporter(SimpleNamespace(num_replicas=1, replica=0), 0, 1, reports_loss=True, reports_stage=True)
     reducer = MetricsReducer(None, torch.device("cpu"), reporter, train_iters=1)  # type: ignore[arg-type]
     with NoReading(), pytest.raises(AssertionError):
         float(torch.tensor(1.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.train.pace import Pace
 
 
-def make(replica: int = 0, **options: Any) -> Pace:
-    start = {"iteration": 0, "consumed_samples": 0, "num_replicas": 2, "batch": BatchSchedule.constant(8)}
-    return Pace(replica=replica, **{**start, **options})
+def make(replica: int = 0, num_replicas: int = 2, **options: Any) -> Pace:
+    fleet = SimpleNamespace(num_replicas=num_replicas, replica=replica)
+    start = {"iteration": 0, "consumed_samples": 0, "batch": BatchSchedule.constant(8)}
+    return Pace(fleet=fleet, **{**start, **options})
 
 
 def take(pace: Pace, steps: list[int], replica: int = 0) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,11 +12,13 @@ from megatron_edit.config.derive import batch_plan, resolve
 from megatron_edit.config.flags import load_config
 from megatron_edit.config.notes import notes
 from megatron_edit.config.schema import Config, ConfigError
+from megatron_edit.sync.inner_rate import check_inner_rates
 from megatron_edit.sync.trigger import StepTrigger
 from megatron_edit.tables.methods import METHODS
 from megatron_edit.tables.parameters import module_keys
 from megatron_edit.tables.timetable import Timetable, fragments_of
-from megatron_edit.train.trainer import Trainer
+from megatron_edit.train.checkpointing import Position, Start
+from megatron_edit.train.schedule import LearningRateSchedule
 
 TABLES = st.builds(Timetable, st.integers(1, 9), st.integers(1, 12), st.integers(0, 7))
 
@@ -114,14 +114,19 @@ def test_the_modules_are_counted_as_the_engine_counts_them(modules: str) -> None
 
 def slowmo_check(trigger: StepTrigger, iteration: int, train_iters: int, rate_is_0_at: int) -> None:
     """The check of a run at `iteration` whose learning rate is 0 in one iteration."""
-    schedule = SimpleNamespace(at_samples=lambda samples: float(samples != 8 * (rate_is_0_at - 1)))
-    trainer = SimpleNamespace(
-        engine=SimpleNamespace(method=METHODS["slowmo"], trigger=trigger),
-        iteration=iteration, train_iters=train_iters, consumed_samples=8 * iteration,
-        pace=SimpleNamespace(batch=BatchSchedule.constant(8)),
-        config=config_of("--edit-method slowmo --train-iters 9"), _schedule=schedule, _schedule_samples=0,
-    )  # fmt: skip
-    Trainer._refuse_syncs_without_learning_rate(trainer)  # type: ignore[arg-type]
+    rates = [float(step != rate_is_0_at) for step in range(iteration + 1, train_iters + 1)]
+    for method in METHODS.values():
+        if method.name != "slowmo" and method.equal_steps:
+            check_inner_rates(method, trigger, iteration, rates, peak=1e-3)  # the others do not divide by it
+    check_inner_rates(METHODS["slowmo"], trigger, iteration, rates, peak=1e-3)
+
+
+@pytest.mark.parametrize("batch", [BatchSchedule.constant(8), BatchSchedule(((0, 8), (16, 16)))], ids=["", "grows"])
+def test_the_rates_that_are_looked_at_are_those_of_the_steps(batch: BatchSchedule) -> None:
+    config = config_of("--lr 1 --lr-warmup-iters 4 --train-iters 9")
+    schedule = LearningRateSchedule(config.optimizer, 9, batch, 8)
+    start = Start(Position(2, 16, schedule_samples=8), 9, schedule, batch, resumed=True)
+    assert list(start.rates()) == [schedule.at_iteration(k) for k in range(2, 9)]
 
 
 def test_slowmo_counts_from_the_saved_end_of_the_warm_up() -> None:
