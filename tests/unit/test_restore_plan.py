@@ -37,7 +37,9 @@ def saved(method: str = "edit", *, replicas: int = 2, updates: int = 0, **more: 
     }
 
 
-def plan(content: dict[str, Any], method: str = "edit", *, replicas: int = 2, replica: int = 0, **more: Any) -> RestorePlan:
+def plan(
+    content: dict[str, Any], method: str = "edit", *, replicas: int = 2, replica: int = 0, **more: Any
+) -> RestorePlan:
     run = {
         "edit_modules": "layer",
         "schedule_of_syncs": SCHEDULE,
@@ -78,7 +80,9 @@ def test_another_number_starts_from_the_anchor(to: int, replica: int, kept: tupl
         (saved(), False),
     ],
 )
-def test_replicas_that_differ_synchronise_before_their_number_changes(content: dict[str, Any], sync_first: bool) -> None:
+def test_replicas_that_differ_synchronise_before_their_number_changes(
+    content: dict[str, Any], sync_first: bool
+) -> None:
     found = plan(content, content["method"], replicas=3)
     assert found.sync_first == sync_first
     assert ("the sync of the saved replicas was made now" in found.remarks[0]) == sync_first
