@@ -49,7 +49,7 @@ def make_model(folder: Path, preset: str) -> int:
     from megatron_edit.convert.architectures import ARCHITECTURES
     from megatron_edit.convert.hf_config import write_config
     from megatron_edit.convert.safetensors_file import Writer
-    from megatron_edit.model.sharding import full_parameter_shapes
+    from megatron_edit.tables.parameters import full_parameter_shapes
 
     settings = PRESETS[preset]
     model = ModelConfig(

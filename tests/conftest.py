@@ -10,7 +10,7 @@ import pytest
 # torch, which is not imported yet, reads it once. Several ranks share the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# A busy machine is no fault of the code. In CI the examples are the same in every run.
+# A busy machine is not a fault of the code. In CI the examples are the same in every run.
 hypothesis.settings.register_profile("here", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("here")
 

@@ -47,7 +47,7 @@ def parse_args() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--on-error", choices=("fail", "skip"), default="fail",
-        help="a document that is no UTF-8, no JSON or has no text: stop (default), or leave it out and count it",
+        help="a document that is not UTF-8, no JSON or has no text: stop (default), or leave it out and count it",
     )  # fmt: skip
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default 1)")
     parser.add_argument(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_edit.model.sharding import is_gated, is_vocabulary, partition_dim
+from megatron_edit.tables.parameters import is_gated, is_vocabulary, partition_dim
 
 
 @dataclass(frozen=True)

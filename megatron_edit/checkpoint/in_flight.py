@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from megatron_edit.checkpoint.torch_dist import ShardedTensor
 from megatron_edit.checkpoint.training_state import AT_LAUNCH, IN_FLIGHT, TrainingState, own_key, shared_key
 from megatron_edit.sync.detector import DetectorVerdict
 from megatron_edit.sync.event import Pending, SyncDecision, SyncEvent

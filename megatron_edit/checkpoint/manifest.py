@@ -59,7 +59,7 @@ def read_manifest(folder: Path) -> Manifest:
         body = json.loads(path.read_text())
         version = int(body["format_version"])
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is no complete checkpoint: {path} is missing") from None
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:

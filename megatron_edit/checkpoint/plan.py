@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_edit.checkpoint.errors import CheckpointError
-from megatron_edit.sync.methods import Method, get_method
+from megatron_edit.tables.methods import Method, get_method
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_edit.checkpoint.in_flight import SavedInFlight
-from megatron_edit.checkpoint.torch_dist import read_tensors
+from megatron_edit.checkpoint.torch_dist import ShardedTensor, read_tensors
 from megatron_edit.checkpoint.training_state import TrainingState, local_key
 from megatron_edit.sync.decide import Decider
 from megatron_edit.sync.detector import DetectorVerdict

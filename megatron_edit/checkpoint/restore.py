@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.fit import check_fit, weights_key
@@ -23,7 +22,7 @@ from megatron_edit.checkpoint.folders import Candidate
 from megatron_edit.checkpoint.in_flight import SavedInFlight
 from megatron_edit.checkpoint.plan import RestorePlan, ThisRun, plan_restore
 from megatron_edit.checkpoint.resize import sync_of_saved_replicas
-from megatron_edit.checkpoint.torch_dist import read_tensors
+from megatron_edit.checkpoint.torch_dist import ShardedTensor, read_tensors
 from megatron_edit.checkpoint.training_state import (
     ERROR,
     MOMENTS,

@@ -20,19 +20,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_edit.checkpoint.blocks import blocks_of
-from megatron_edit.checkpoint.torch_dist import block_of, whole_tensor
+from megatron_edit.checkpoint.torch_dist import ShardedTensor, block_of, whole_tensor
 from megatron_edit.checkpoint.writer import Checkpoint
 from megatron_edit.config.schema import ModelConfig
-from megatron_edit.model.names import EMBEDDING, module_key
-from megatron_edit.model.sharding import full_parameter_shapes, is_vocabulary
 from megatron_edit.sync.event import Pending
 from megatron_edit.sync.modules import ModuleShard, ShardSlice
 from megatron_edit.sync.state import SyncState
+from megatron_edit.tables.parameters import EMBEDDING, full_parameter_shapes, is_vocabulary, module_key
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LOCAL = ("param", *MOMENTS)

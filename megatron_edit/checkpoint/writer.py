@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_edit.checkpoint.collective import on_first_rank
 from megatron_edit.checkpoint.errors import CheckpointError, SaveError
@@ -24,7 +23,7 @@ from megatron_edit.checkpoint.folders import FINAL
 from megatron_edit.checkpoint.manifest import Manifest, size_problems
 from megatron_edit.checkpoint.save_folder import SaveFolder
 from megatron_edit.checkpoint.shared import wait_until
-from megatron_edit.checkpoint.torch_dist import write_tensors
+from megatron_edit.checkpoint.torch_dist import ShardedTensor, write_tensors
 
 Say = Callable[[str], None]
 _SECONDS_TO_SEE = 5.0  # what other ranks have written

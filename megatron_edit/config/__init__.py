@@ -1,6 +1,6 @@
 """Settings: one schema, read from flags and YAML, completed, checked. Imports no torch."""
 
-from megatron_edit.config.arithmetic import count_parameters, describe, planned_syncs
+from megatron_edit.config.arithmetic import describe, planned_syncs
 from megatron_edit.config.checks import check
 from megatron_edit.config.configure import configure
 from megatron_edit.config.derive import BatchPlan, batch_plan, resolve
@@ -15,7 +15,6 @@ __all__ = [
     "batch_plan",
     "check",
     "configure",
-    "count_parameters",
     "describe",
     "load_config",
     "notes",

@@ -7,32 +7,17 @@ from dataclasses import dataclass
 from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.derive import BatchPlan, batch_schedule
 from megatron_edit.config.save_size import save_line
-from megatron_edit.config.schema import Config, ModelConfig
+from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import is_given
 from megatron_edit.config.values import parse_split
-from megatron_edit.sync.methods import METHODS
-from megatron_edit.sync.timetable import Timetable, fragments_of
-
-
-def count_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Parameters of a resolved `model` with `vocab_size` tokens, without the padding of the vocabulary."""
-    assert model.kv_channels and model.num_query_groups and model.ffn_hidden_size, "the config is not resolved"
-    hidden = model.hidden_size
-    query = model.num_attention_heads * model.kv_channels
-    key_value = model.num_query_groups * model.kv_channels
-    attention = hidden * (query + 2 * key_value) + query * hidden
-    if model.add_qkv_bias:
-        attention += query + 2 * key_value
-    attention += model.add_attention_output_bias * hidden + model.qk_layernorm * 2 * model.kv_channels
-    mlp = 3 * hidden * model.ffn_hidden_size  # gate, up, down
-    norms = 2 * hidden
-    embeddings = vocab_size * hidden * (2 if model.untie_embeddings_and_output_weights else 1)
-    return model.num_layers * (attention + mlp + norms) + hidden + embeddings
+from megatron_edit.tables.methods import METHODS
+from megatron_edit.tables.parameters import module_keys, parameter_count
+from megatron_edit.tables.timetable import Timetable, fragments_of
 
 
 def count_modules(config: Config) -> int:
-    """Modules that synchronise as one: embedding, layers or their halves, head (`model.names.module_keys`)."""
-    return config.model.num_layers * (2 if config.edit.edit_modules == "sublayer" else 1) + 2
+    """Modules that synchronise as one: embedding, layers or their halves, head."""
+    return len(module_keys(config.model.num_layers, config.edit.edit_modules))
 
 
 def timetable_of(config: Config) -> Timetable | None:
@@ -142,7 +127,7 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None, don
         shares = " / ".join(f"{share:.4g}" for share in parse_split(config.data.split))
         lines.append(f"split: training / validation / test = {shares}")
     if vocab_size is not None:
-        parameters = count_parameters(model, vocab_size)
+        parameters = parameter_count(model, vocab_size)
         lines.append(f"parameters: {parameters:,} (vocabulary {vocab_size}, not padded)")
         if config.checkpoint.save is not None:
             lines.append(save_line(config, parameters))

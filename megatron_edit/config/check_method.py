@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_edit.config.arithmetic import count_modules, count_parameters
+from megatron_edit.config.arithmetic import count_modules
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import SETTINGS, flag_of, is_given, value_of
-from megatron_edit.sync.methods import METHODS, Method
+from megatron_edit.tables.methods import METHODS, Method
+from megatron_edit.tables.parameters import parameter_count
 
 PENALTY = ("edit_weighting", "edit_anomaly_threshold", "edit_pseudo_grad_clip")
 # settings that one kind of method takes: (which methods, the reason for the others)
@@ -133,7 +134,7 @@ def check_offload(config: Config, world_size: int, local_world_size: int, free_b
     replicas, model = config.edit.edit_num_replicas, config.model
     if not config.edit.edit_cpu_offload or not replicas or model.kv_channels is None:
         return
-    needed = 8 * count_parameters(model, 0) * local_world_size * replicas // world_size
+    needed = 8 * parameter_count(model, 0) * local_world_size * replicas // world_size
     if needed > free_bytes:
         yield (
             f"--edit-cpu-offload needs at least {needed / 1e9:.1f} GB of host memory on a node (anchor and outer "
@@ -143,7 +144,7 @@ def check_offload(config: Config, world_size: int, local_world_size: int, free_b
 
 
 def _row_default(method: Method, setting: str) -> object:
-    """The row's own value: a file that --print-config wrote gives it, and that is no contradiction."""
+    """The row's own value: a file that --print-config wrote gives it, and that is not a contradiction."""
     rows = {
         "edit_weighting": method.weighting,
         "edit_anomaly_threshold": method.anomaly_threshold,

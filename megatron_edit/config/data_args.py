@@ -31,9 +31,9 @@ def read_per_split_data_args(path: str) -> dict[str, Any]:
     try:
         entries = json.loads(_read(path))
     except json.JSONDecodeError as error:
-        raise ValueError(f"is no JSON ({error})") from None
+        raise ValueError(f"is not JSON ({error})") from None
     if not isinstance(entries, dict) or not entries.get("train"):
-        raise ValueError('is no JSON object with "train" corpora: {"train": [...], "valid": [...], "test": [...]}')
+        raise ValueError('is not a JSON object with "train" corpora: {"train": [...], "valid": [...], "test": [...]}')
     unknown = sorted(set(entries) - set(SPLITS))
     if unknown:
         raise ValueError(f"has the key {unknown[0]!r}; there are train, valid and test")
@@ -52,8 +52,8 @@ def read_per_split_data_args(path: str) -> dict[str, Any]:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")  # a byte order mark, as Windows editors write, is no text
+        return Path(path).read_text(encoding="utf-8-sig")  # a byte order mark, as Windows editors write, is not text
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError("is no text in UTF-8") from None
+        raise ValueError("is not text in UTF-8") from None

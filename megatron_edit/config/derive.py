@@ -13,7 +13,7 @@ from typing import Any
 from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.schema import Config, OptimizerConfig
 from megatron_edit.config.settings import SETTINGS, value_of, with_values
-from megatron_edit.sync.methods import METHODS
+from megatron_edit.tables.methods import METHODS
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class MegatronFlag:
     allowed      None = accepted whatever the value; otherwise only these values are, so an empty tuple refuses it
     reason       shown when it is refused
     instead      what the run does without it
-    beside       it is refused only when one of these flags is given too (and refused, if it is no setting)
+    beside       it is refused only when one of these flags is given too (and refused, if it is not a setting)
     """
 
     takes_value: bool | None = False

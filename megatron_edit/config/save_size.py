@@ -6,7 +6,7 @@ Tensors are stored whole, without the padding of the vocabulary, each element on
 from __future__ import annotations
 
 from megatron_edit.config.schema import Config
-from megatron_edit.sync.methods import METHODS
+from megatron_edit.tables.methods import METHODS
 
 _FP32 = 4
 _MASTER, _MOMENTS, _ANCHOR = 1, 2, 2  # fp32 copies of the model: master; exp_avg, exp_avg_sq; anchor, outer momentum

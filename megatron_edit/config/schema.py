@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_edit.sync.methods import METHODS
+from megatron_edit.tables.methods import METHODS
 
 
 def setting(
@@ -407,7 +407,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class CommandConfig:
-    """What the command does with the settings. Flags only: these are no YAML keys."""
+    """What the command does with the settings. Flags only: these are not YAML keys."""
 
     config: str | None = setting(None, "YAML file of settings; flags beside it win", metavar="FILE.yaml")
     print_config: bool = setting(False, "print every setting with its source as YAML, and stop")

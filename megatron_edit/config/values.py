@@ -1,56 +1,82 @@
-"""Settings that are small languages: the shares of --split, the blend of --data-path, named validation sets."""
+"""Settings that are small languages: the shares of --split, the blend of --data-path, named validation sets.
+
+The only parsers of them: checks and data read the same. Pure: strings and numbers, no file is opened.
+"""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import inf
 from typing import Any
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # no sign, no underscore, no nan
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Corpora, and a weight for each or none at all (then the corpora count as one)."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[Fraction, ...] | None = None
+
+    def __str__(self) -> str:
+        if self.weights is None:
+            return " ".join(self.prefixes)
+        total = sum(self.weights, Fraction(0))
+        pairs = zip(self.weights, self.prefixes, strict=True)
+        return " ".join(f"{float(weight / total):.6g} {prefix}" for weight, prefix in pairs)
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Shares of (training, validation, test), each from 0 to 1 with sum 1; missing ones are 0.
+    """Shares of (training, validation, test), scaled to a sum of 1: "99.5,0.5" is (0.995, 0.005, 0).
 
-    `text`: one to three numbers with commas, e.g. "969,30,1". Raises ValueError that names the bad field.
+    `text`: one to three numbers with commas; missing ones are 0. Raises ValueError that names the bad field: a sign, a
+    letter, nan, nothing; more than three; all 0.
     """
-    parts = text.split(",")
-    if len(parts) > 3:
-        raise ValueError(f"has {len(parts)} fields, but there are three: training,validation,test, like 969,30,1")
-    shares = [_number(part) for part in parts] + [0.0] * (3 - len(parts))
-    for part, share in zip(parts, shares, strict=False):
-        if share is None or share < 0:
-            raise ValueError(f"has the field {part.strip()!r}: shares are numbers from 0 on, like 969,30,1")
-    total = sum(share for share in shares if share is not None)
-    if total <= 0:
-        raise ValueError("has only zeros: at least one share must be above 0, like 969,30,1")
-    train, valid, test = (share / total for share in shares if share is not None)
-    return train, valid, test
+    fields = [field.strip() for field in text.split(",")]
+    if len(fields) > 3:
+        raise ValueError(f"has {len(fields)} fields, but there are three: training,validation,test, like 969,30,1")
+    for field in fields:
+        if not _is_number(field):
+            raise ValueError(f"has the field {field!r}: shares are plain numbers from 0 on, like 969,30,1")
+    shares = [float(field) for field in fields] + [0.0] * (3 - len(fields))
+    total = sum(shares)
+    if total == 0 or total == inf:
+        raise ValueError(f"has shares that sum to {total:g}: at least one must be above 0, like 969,30,1")
+    return shares[0] / total, shares[1] / total, shares[2] / total
 
 
-def parse_blend(entries: Sequence[str]) -> list[tuple[float, str]]:
-    """(weight, prefix) of each corpus, weights with sum 1; without weights all are equal.
+def parse_blend(fields: Sequence[str]) -> Blend:
+    """PREFIX ... or WEIGHT PREFIX WEIGHT PREFIX ...
 
-    `entries`: PREFIX ... or WEIGHT PREFIX WEIGHT PREFIX ... Raises ValueError that names the bad field.
+    A first field that is a number means weights. A prefix that looks like a number is written ./123. Raises ValueError
+    that names the bad field: a weight that is not a plain number above 0, a number in the place of a prefix or the
+    other way round, one prefix twice, no field.
     """
-    numbers = [_number(entry) for entry in entries]
-    if len(entries) == 1 or all(not _looks_like_number(entry) for entry in entries):
-        return [(1.0 / len(entries), entry) for entry in entries]
-    if len(entries) % 2:
-        raise ValueError(
-            f"has {len(entries)} fields: with weights they are WEIGHT PREFIX pairs, "
-            "without weights no field is a number"
-        )
-    pairs = []
-    for weight, text, prefix in zip(numbers[::2], entries[::2], entries[1::2], strict=True):
-        if weight is None or weight <= 0:
-            raise ValueError(f"has the weight {text!r} for {prefix!r}: weights are numbers above 0")
-        if _looks_like_number(prefix):
-            raise ValueError(f"has {prefix!r} where the prefix for the weight {text} is expected")
-        pairs.append((weight, prefix))
-    total = sum(weight for weight, _ in pairs)
-    return [(weight / total, prefix) for weight, prefix in pairs]
+    if not fields:
+        raise ValueError("is empty: give PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...")
+    weights: Sequence[str] | None = None
+    prefixes: Sequence[str] = fields
+    if _like_number(fields[0]):
+        if len(fields) % 2:
+            raise ValueError(
+                f"has {len(fields)} fields, and the first, {fields[0]}, is a number: weights and prefixes come in "
+                "pairs, like 0.3 A 0.7 B; a prefix that looks like a number is written ./123"
+            )
+        weights, prefixes = fields[::2], prefixes[1::2]
+    for prefix in prefixes:
+        if _like_number(prefix):
+            raise ValueError(
+                f"has {prefix!r} where a prefix is expected: give every corpus a weight before it, like 0.3 A 0.7 B, "
+                "or none"
+            )
+    if twice := sorted(prefix for prefix in set(prefixes) if prefixes.count(prefix) > 1):
+        raise ValueError(f"has {twice[0]} more than once: give a corpus once, with the sum of its weights")
+    return Blend(tuple(prefixes), None if weights is None else tuple(_weight(field) for field in weights))
 
 
 def parse_named_sets(entries: Sequence[str]) -> dict[str, list[str]]:
@@ -101,18 +127,21 @@ def words_of_named_sets(sets: Mapping[Any, Any]) -> list[str]:
     return words
 
 
-def _number(text: str) -> float | None:
-    """A finite number, else None."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+def _weight(field: str) -> Fraction:
+    if not _is_number(field) or float(field) == 0:
+        raise ValueError(f"has the weight {field!r}: weights are plain numbers above 0, like 0.3 A 0.7 B")
+    return Fraction(field)
 
 
-def _looks_like_number(text: str) -> bool:
+def _is_number(field: str) -> bool:
+    """A plain finite number, as all programs read it."""
+    return _NUMBER.fullmatch(field) is not None and float(field) != inf
+
+
+def _like_number(field: str) -> bool:
+    """Also nan, inf, signs and underscores: what float() reads was meant as a number."""
     try:
-        float(text)
+        float(field)
     except ValueError:
         return False
     return True

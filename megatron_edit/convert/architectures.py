@@ -14,7 +14,7 @@ from typing import Any
 from megatron_edit.config.schema import ModelConfig
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.rows import LAYER, FusedQKV, GateOverUp, Row
-from megatron_edit.model.sharding import full_parameter_shapes
+from megatron_edit.tables.parameters import full_parameter_shapes
 
 _OURS, _THEIRS = f"decoder.layers.{LAYER}.", f"model.layers.{LAYER}."
 

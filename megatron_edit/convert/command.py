@@ -16,7 +16,7 @@ from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.hugging_face import MAX_SHARD_BYTES, HuggingFaceWeights, Written, write_hugging_face
 from megatron_edit.convert.weights import Weights, parse_dtype
 from megatron_edit.data.errors import DataError
-from megatron_edit.model.sharding import parameter_count
+from megatron_edit.tables.parameters import parameter_count
 
 USER_ERRORS = (ConversionError, CheckpointError, ConfigError, DataError)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -166,5 +166,5 @@ def _size(text: str) -> int:
     except ValueError:
         size = 0
     if size <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is no size such as 5GB or 200MB")
+        raise argparse.ArgumentTypeError(f"{text} is not a size such as 5GB or 200MB")
     return size

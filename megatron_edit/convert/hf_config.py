@@ -66,7 +66,7 @@ def read_config(folder: Path, max_position_embeddings: int | None = None) -> Hug
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConversionError(f"{folder} is no Hugging Face model: there is no {CONFIG} in it") from None
+        raise ConversionError(f"{folder} is not a Hugging Face model: there is no {CONFIG} in it") from None
     except (OSError, ValueError) as error:
         raise ConversionError(f"{path} cannot be read: {error}") from None
     if not isinstance(raw, dict):
@@ -84,7 +84,7 @@ def read_config(folder: Path, max_position_embeddings: int | None = None) -> Hug
     if values["head_dim"] is None:
         if values["hidden_size"] % values["num_attention_heads"]:
             raise ConversionError(
-                f"{path}: hidden_size {values['hidden_size']} is no multiple of num_attention_heads "
+                f"{path}: hidden_size {values['hidden_size']} is not a multiple of num_attention_heads "
                 f"{values['num_attention_heads']}, and there is no head_dim"
             )
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
@@ -96,7 +96,7 @@ def read_config(folder: Path, max_position_embeddings: int | None = None) -> Hug
     model = ModelConfig(**{**settings, **rope, **architecture.always})
     if model.num_attention_heads % (model.num_query_groups or 1):
         raise ConversionError(
-            f"{path}: num_attention_heads {model.num_attention_heads} is no multiple of num_key_value_heads "
+            f"{path}: num_attention_heads {model.num_attention_heads} is not a multiple of num_key_value_heads "
             f"{model.num_query_groups}"
         )
     return HuggingFaceConfig(architecture, model, raw.get("vocab_size"), raw)

@@ -21,7 +21,7 @@ from megatron_edit.convert.hf_config import CONFIG, read_config, write_config
 from megatron_edit.convert.rows import Row
 from megatron_edit.convert.safetensors_file import StoredTensor, Writer, read_header
 from megatron_edit.convert.weights import Weights, cast, verified
-from megatron_edit.model.names import EMBEDDING, HEAD
+from megatron_edit.tables.parameters import EMBEDDING, HEAD
 
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 MAX_SHARD_BYTES = 5_000_000_000  # as transformers writes them

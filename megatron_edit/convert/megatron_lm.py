@@ -34,7 +34,7 @@ from megatron_edit.config.settings import SETTINGS, value_problem, with_values
 from megatron_edit.config.yaml_file import read_yaml
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.weights import Weights
-from megatron_edit.model.sharding import is_gated, is_vocabulary
+from megatron_edit.tables.parameters import is_gated, is_vocabulary
 
 POINTER = "latest_checkpointed_iteration.txt"
 _MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")
@@ -144,7 +144,7 @@ def _checkpoint(directory: Path) -> Path:
         folder = directory / (f"iter_{int(text):07d}" if text.isdigit() else text)
     if not (folder / METADATA).exists():
         raise ConversionError(
-            f"{folder} is no torch_dist checkpoint: {METADATA} is missing. Older formats: save once more with "
+            f"{folder} is not a torch_dist checkpoint: {METADATA} is missing. Older formats: save once more with "
             "Megatron-LM's --ckpt-format torch_dist"
         )
     try:
@@ -226,5 +226,5 @@ def _model(folder: Path, arguments: dict[str, Any], config: Path | None) -> Mode
     settings["rotary_base"] = float(settings["rotary_base"])
     resolved = resolve(with_values(Config(), {**settings, **given}, "flag"), 1, 1, "cpu").model
     if resolved.kv_channels is None:
-        raise ConversionError(f"{folder}: hidden_size is no multiple of num_attention_heads, kv_channels is missing")
+        raise ConversionError(f"{folder}: hidden_size is not a multiple of num_attention_heads, kv_channels is missing")
     return resolved

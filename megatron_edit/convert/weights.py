@@ -14,7 +14,7 @@ import torch
 from megatron_edit.config.schema import ModelConfig
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.hf_config import CONFIG
-from megatron_edit.model.sharding import full_parameter_shapes
+from megatron_edit.tables.parameters import full_parameter_shapes
 
 DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,

@@ -237,7 +237,7 @@ def cut_long_text(text: str, uncut: re.Pattern[str] | None = None) -> Iterator[s
 def long_document(
     batch: RawBatch, keys: Sequence[str], tokenizer: Tokenizer
 ) -> Iterator[Piece | list[TokenBatch]]:
-    """The one document of a batch: pieces of its text for each key; or, of what is no text, what became of it."""
+    """The one document of a batch: pieces of its text for each key; or, of what is not text, what became of it."""
     for index in range(len(keys)):
         (document,) = decoded(batch, keys, index)
         text = document.text

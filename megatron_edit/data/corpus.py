@@ -8,7 +8,7 @@ Rules, the same for every tokenizer and every number of workers and partitions:
   that a text spells is text, and counted; with --parse-special-tokens it becomes its id.
 - Half of a surrogate pair, which JSON can spell and UTF-8 cannot, becomes U+FFFD, counted. A byte order mark at the
   start of a file is dropped.
-- Bytes that are no UTF-8, a broken JSON line, or one without the key end the work, naming file and line; with
+- Bytes that are not UTF-8, a broken JSON line, or one without the key end the work, naming file and line; with
   --on-error skip such a document is left out, counted, and the first ones are named.
 - A document of more than LONG characters is encoded in pieces of at most so many, cut before a single space.
 """

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from megatron_edit.data.blend import SplitSource, parse_blend, parse_split, resolve_sources
+from megatron_edit.data.blend import SplitSource, resolve_sources
 from megatron_edit.data.check import NO_ENDS, DocumentEnds, check_data_files, samples_of
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.indexed import IndexedFiles
@@ -32,8 +32,6 @@ __all__ = [
     "build_mock_split",
     "build_split",
     "check_data_files",
-    "parse_blend",
-    "parse_split",
     "resolve_sources",
 ]
 

@@ -105,7 +105,7 @@ class IndexedFiles:
         with open(idx_path, "rb") as stream:
             header = stream.read(HEADER.size)
         if not header.startswith(MAGIC):
-            raise DataError(f"{idx_path} is no index file of megatron-core: it does not begin with MMIDIDX")
+            raise DataError(f"{idx_path} is not an index file of megatron-core: it does not begin with MMIDIDX")
         if len(header) < HEADER.size:
             raise DataError(f"{idx_path} is cut: {len(header)} bytes are less than its header")
         _, version, code, sequences, marks = HEADER.unpack(header)

@@ -44,7 +44,7 @@ class SampleOrder:
         shuffle: False keeps file order (for evaluation).
 
     Raises:
-        DataError: no samples, or weights that are no positive finite numbers.
+        DataError: no samples, or weights that are not positive finite numbers.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ def integer_weights(weights: Sequence[float | str | Fraction]) -> tuple[int, ...
         try:
             value = weight if isinstance(weight, Fraction) else Fraction(str(weight))
         except (ValueError, ZeroDivisionError):
-            raise DataError(f"blend weight {weight} is no number") from None
+            raise DataError(f"blend weight {weight} is not a number") from None
         if value <= 0:
             raise DataError(f"blend weight {weight} is not above 0; leave the dataset out")
         exact.append(value)
@@ -183,7 +183,7 @@ def replica_positions(consumed_samples: int, global_batch_size: int, num_replica
     if global_batch_size < 1 or global_batch_size % num_replicas:
         lower = max(1, global_batch_size // num_replicas) * num_replicas
         raise DataError(
-            f"--global-batch-size {global_batch_size} is no multiple of {num_replicas} replicas; {lower} would work"
+            f"--global-batch-size {global_batch_size} is not a multiple of {num_replicas} replicas; {lower} would work"
         )
     size = global_batch_size // num_replicas
     start = consumed_samples + replica * size
@@ -204,7 +204,7 @@ def microbatch_positions(replica_batch: range, micro_batch_size: int, shard_size
     if micro_batch_size < 1 or not len(replica_batch) or len(replica_batch) % step:
         works = max(1, len(replica_batch) // max(step, 1)) * step
         raise DataError(
-            f"the batch of a replica, {len(replica_batch)}, is no multiple of --micro-batch-size "
+            f"the batch of a replica, {len(replica_batch)}, is not a multiple of --micro-batch-size "
             f"{micro_batch_size} x {shard_size} data parallel ranks in a replica; {works} would work"
         )
     first = replica_batch.start + shard_rank * micro_batch_size

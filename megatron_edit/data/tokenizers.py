@@ -155,7 +155,7 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
-            raise DataError(f"--tokenizer-model {model_file} is no sentencepiece model ({error})") from None
+            raise DataError(f"--tokenizer-model {model_file} is not a sentencepiece model ({error})") from None
         self.vocab_size = self._processor.get_piece_size()
         pieces = {self._processor.id_to_piece(i): i for i in range(self.vocab_size)}
         check_sentencepiece(Path(model_file).parent, pieces, Path(model_file))

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from megatron_edit.config.schema import ModelConfig
 from megatron_edit.model.names import canonical_name
-from megatron_edit.model.sharding import full_parameter_shapes, tensor_parallel_slice
+from megatron_edit.model.sharding import tensor_parallel_slice
+from megatron_edit.tables.parameters import full_parameter_shapes, kind_of
 
 
 @torch.no_grad()
@@ -42,9 +43,9 @@ def initial_tensor(name: str, shape: Sequence[int], model: ModelConfig, seed: in
     Standard deviation init_method_std, and init_method_std / sqrt(2 num_layers) for the two projections of a
     layer that write into the residual stream (as in Megatron-LM).
     """
-    if name.endswith("norm.weight"):
+    if kind_of(name) == "norm":
         return torch.ones(*shape)
-    if name.endswith(".bias"):
+    if kind_of(name) == "bias":
         return torch.zeros(*shape)
     std = model.init_method_std
     if name.endswith(("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")):

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_edit.model.loss import valid_columns, vocabulary_parallel_cross_entropy
 from megatron_edit.model.names import canonical_name
 from megatron_edit.model.rope import rotary_inverse_frequencies
-from megatron_edit.model.sharding import is_gated, padded_vocabulary_size, partition_dim
+from megatron_edit.tables.parameters import is_gated, padded_vocabulary_size, partition_dim
 
 
 def transformer_config(

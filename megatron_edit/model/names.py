@@ -1,8 +1,6 @@
-"""One name for each tensor of the model whatever the layout: initial weights, sync and checkpoints go by it.
+"""From a chunk's own names to the canonical ones of `tables/parameters.py`, which are the same in every layout.
 
-Canonical names are megatron-core's for the unsharded model with local layers, layers counted globally from 0:
-`embedding.word_embeddings.weight`, `decoder.layers.7.mlp.linear_fc1.weight`,
-`decoder.final_layernorm.weight`, `output_layer.weight` (untied models only).
+Initial weights, sync and checkpoints go by them.
 """
 
 from __future__ import annotations
@@ -12,11 +10,8 @@ from typing import Any
 
 from torch import nn
 
-EMBEDDING = "embedding.word_embeddings.weight"
-HEAD = "output_layer.weight"
-FINAL_NORM = "decoder.final_layernorm.weight"
+from megatron_edit.tables.parameters import EMBEDDING, HEAD, split_layer
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Transformer Engine keeps a norm inside the linear layer that follows it.
 _NORMS_INSIDE_LINEAR = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -40,31 +35,8 @@ def canonical_name(chunk: nn.Module, name: str) -> str:
     name = re.sub(r"^(module\.)+", "", name)
     if name == HEAD and model.share_embeddings_and_output_weights:
         return EMBEDDING
-    if match := _LAYER.fullmatch(name):
-        layer: Any = model.decoder.layers[int(match[1])]  # type: ignore[index, union-attr]
-        rest = match[2]
+    if found := split_layer(name):
+        number, rest = found
+        layer: Any = model.decoder.layers[number]  # type: ignore[index, union-attr]
         return f"decoder.layers.{layer.layer_number - 1}.{_NORMS_INSIDE_LINEAR.get(rest, rest)}"
     return name
-
-
-def module_key(canonical: str, modules: str = "layer") -> str:
-    """Module of the sync that a canonical name belongs to: "embedding", "layers.N" or "head".
-
-    A tied matrix is in "embedding" on both stages; "head" is then the final norm alone. With `modules` "sublayer" a
-    layer is two, "layers.N.attention" and "layers.N.mlp", each with the norm before it.
-    """
-    if canonical == EMBEDDING:
-        return "embedding"
-    if match := _LAYER.fullmatch(canonical):
-        if modules == "layer":
-            return f"layers.{match[1]}"
-        in_mlp = match[2].startswith(("mlp.", "pre_mlp_layernorm."))
-        return f"layers.{match[1]}.{'mlp' if in_mlp else 'attention'}"
-    assert canonical in (HEAD, FINAL_NORM), canonical
-    return "head"
-
-
-def module_keys(num_layers: int, modules: str = "layer") -> list[str]:
-    """All modules of the whole model, in forward order."""
-    parts = [""] if modules == "layer" else [".attention", ".mlp"]
-    return ["embedding", *(f"layers.{n}{part}" for n in range(num_layers) for part in parts), "head"]

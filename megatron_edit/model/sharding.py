@@ -1,4 +1,4 @@
-"""Full tensors and their tensor parallel shards, by canonical name; shapes and the number of parameters.
+"""Full tensors and their tensor parallel shards, by canonical name.
 
 "Full" is always the tensor of the unsharded model without vocabulary padding.
 """
@@ -6,92 +6,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil, prod
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_edit.config.schema import ModelConfig
-from megatron_edit.model.names import EMBEDDING, FINAL_NORM, HEAD, canonical_name
-
-_PARTITION_DIMS = {
-    "embedding.word_embeddings.weight": 0,
-    "output_layer.weight": 0,
-    "self_attention.linear_qkv.weight": 0,
-    "self_attention.linear_qkv.bias": 0,
-    "self_attention.linear_proj.weight": 1,
-    "mlp.linear_fc1.weight": 0,
-    "mlp.linear_fc2.weight": 1,
-}
-
-
-def partition_dim(name: str) -> int | None:
-    """Dim along which tensor parallelism cuts the tensor; None for one that every rank holds whole: norms."""
-    return _PARTITION_DIMS.get(name.removeprefix("decoder.layers.").lstrip("0123456789").removeprefix("."))
-
-
-def is_gated(name: str) -> bool:
-    """Whether the tensor is gate and up projection on top of each other; each half is cut by itself."""
-    return name.endswith("mlp.linear_fc1.weight")
-
-
-def is_vocabulary(name: str) -> bool:
-    """Whether the rows of the tensor are the vocabulary, so that it is padded."""
-    return name in (EMBEDDING, HEAD)
-
-
-def padded_vocabulary_size(vocab_size: int, divisible_by: int, tensor_model_parallel_size: int) -> int:
-    """Smallest multiple of divisible_by x tensor_model_parallel_size that holds the vocabulary.
-
-    As in Megatron-LM.
-    """
-    multiple = divisible_by * tensor_model_parallel_size
-    return ceil(vocab_size / multiple) * multiple
-
-
-def full_parameter_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Shape of every full tensor by canonical name, in forward order."""
-    assert model.ffn_hidden_size and model.num_query_groups and model.kv_channels, "resolve the config first"
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    query_size = model.num_attention_heads * model.kv_channels
-    qkv_size = query_size + 2 * model.num_query_groups * model.kv_channels
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocab_size, hidden)}
-    for layer in range(model.num_layers):
-        prefix = f"decoder.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (hidden,)
-        shapes[prefix + "self_attention.linear_qkv.weight"] = (qkv_size, hidden)
-        if model.add_qkv_bias:
-            shapes[prefix + "self_attention.linear_qkv.bias"] = (qkv_size,)
-        if model.qk_layernorm:
-            shapes[prefix + "self_attention.q_layernorm.weight"] = (model.kv_channels,)
-            shapes[prefix + "self_attention.k_layernorm.weight"] = (model.kv_channels,)
-        shapes[prefix + "self_attention.linear_proj.weight"] = (hidden, query_size)
-        if model.add_attention_output_bias:
-            shapes[prefix + "self_attention.linear_proj.bias"] = (hidden,)
-        shapes[prefix + "pre_mlp_layernorm.weight"] = (hidden,)
-        shapes[prefix + "mlp.linear_fc1.weight"] = (2 * ffn, hidden)
-        shapes[prefix + "mlp.linear_fc2.weight"] = (hidden, ffn)
-    shapes[FINAL_NORM] = (hidden,)
-    if model.untie_embeddings_and_output_weights:
-        shapes[HEAD] = (vocab_size, hidden)
-    return shapes
-
-
-def parameter_count(model: ModelConfig, vocab_size: int) -> int:
-    """Parameters of the whole model, each counted once and without vocabulary padding.
-
-    V H (2 V H untied) + L (H (N + 2 G) D + H N D + 3 H F + 2 H, and (N + 2 G) D with a QKV bias, H with an output
-    bias, 2 D with norms of queries and keys) + H.
-    """
-    assert model.ffn_hidden_size and model.num_query_groups and model.kv_channels, "resolve the config first"
-    hidden = model.hidden_size
-    query_size = model.num_attention_heads * model.kv_channels
-    qkv_size = query_size + 2 * model.num_query_groups * model.kv_channels
-    layer = hidden * (qkv_size + query_size + 3 * model.ffn_hidden_size + 2) + model.add_qkv_bias * qkv_size
-    layer += model.add_attention_output_bias * hidden + model.qk_layernorm * 2 * model.kv_channels
-    matrices = 2 if model.untie_embeddings_and_output_weights else 1
-    return matrices * vocab_size * hidden + model.num_layers * layer + hidden
+from megatron_edit.model.names import canonical_name
+from megatron_edit.tables.parameters import (
+    EMBEDDING,
+    HEAD,
+    is_gated,
+    is_vocabulary,
+    padded_vocabulary_size,
+    partition_dim,
+)
 
 
 def local_parameter_count(chunks: Sequence[nn.Module], vocab_size: int, tp_group: dist.ProcessGroup) -> int:

@@ -20,12 +20,12 @@ from megatron_edit.sync.error_feedback import ErrorFeedback
 from megatron_edit.sync.event import Pending, SyncEvent
 from megatron_edit.sync.fleet import Fleet
 from megatron_edit.sync.inner_moments import InnerMoments
-from megatron_edit.sync.methods import Method
 from megatron_edit.sync.modules import ModuleShard
 from megatron_edit.sync.outer_state import OuterState
 from megatron_edit.sync.outer_update import OuterUpdate
 from megatron_edit.sync.reducers import generator_of, sparsify_
 from megatron_edit.sync.trigger import Trigger
+from megatron_edit.tables.methods import Method
 
 Observer = Callable[[str, ModuleShard], None]
 

@@ -13,8 +13,8 @@ import torch
 from megatron_edit.config.schema import EditConfig
 from megatron_edit.sync.detector import AnomalyDetector
 from megatron_edit.sync.event import SyncDecision
-from megatron_edit.sync.methods import Method
 from megatron_edit.sync.penalty import replica_weights
+from megatron_edit.tables.methods import Method
 
 
 class Decider:

@@ -1,4 +1,4 @@
-"""The sync of one replica's modules with the other replicas: every method of `methods.py` on one engine.
+"""The sync of one replica's modules with the other replicas: every method of `tables/methods.py` on one engine.
 
     after_step    the trigger says whether a sync is due; if so, the replicas exchange norms and step counts
                   (`exchange.py`), and the placement (`placements.py`) sends the modules out and updates them
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_edit.config.schema import EditConfig
 from megatron_edit.parallel.mesh import Mesh
@@ -27,8 +26,13 @@ from megatron_edit.sync.event import Meeting, SyncDecision, SyncEvent, SyncResul
 from megatron_edit.sync.exchange import Exchange
 from megatron_edit.sync.fleet import FixedFleet, Fleet
 from megatron_edit.sync.inner_moments import InnerMoments
-from megatron_edit.sync.methods import get_method
-from megatron_edit.sync.modules import GradientReducer, ModuleShard, ReplicaDataParallel, collect_modules
+from megatron_edit.sync.modules import (
+    GradientReducer,
+    MegatronOptimizer,
+    ModuleShard,
+    ReplicaDataParallel,
+    collect_modules,
+)
 from megatron_edit.sync.notices import IdleWatch, SyncWarnings
 from megatron_edit.sync.outer_state import build_outer_state
 from megatron_edit.sync.outer_update import OuterUpdate
@@ -37,12 +41,13 @@ from megatron_edit.sync.state import SyncState
 from megatron_edit.sync.tied import TiedCopies
 from megatron_edit.sync.transport import SyncTransport
 from megatron_edit.sync.trigger import build_trigger
+from megatron_edit.tables.methods import get_method
 
 
 class SyncEngine:
     """The sync of one rank's modules with the other replicas.
 
-    module_keys  all modules of the whole model, in forward order (`model.names.module_keys`)
+    module_keys  all modules of the whole model, in forward order (`tables/parameters.py`)
     seed         of the random sparsification
     """
 

@@ -20,10 +20,10 @@ from megatron_edit.sync.decide import Decider
 from megatron_edit.sync.event import Meeting, Pending, SyncDecision, SyncEvent
 from megatron_edit.sync.fleet import Fleet
 from megatron_edit.sync.inner_moments import InnerMoments
-from megatron_edit.sync.methods import Method
 from megatron_edit.sync.modules import ModuleShard
 from megatron_edit.sync.outer_state import OuterState
 from megatron_edit.sync.tied import COPIES_DIFFER, TiedCopies
+from megatron_edit.tables.methods import Method
 
 
 class NonFiniteSyncError(RuntimeError):

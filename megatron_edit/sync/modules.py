@@ -1,6 +1,6 @@
 """One bucket = one module: megatron-core's buckets cut at module edges, and this rank's shard of each module.
 
-A module is the embedding, one transformer layer, or the head (`model.llama.module_key`). Each is one bucket of
+A module is the embedding, one transformer layer, or the head (`tables/parameters.py`). Each is one bucket of
 megatron-core's DDP on every pipeline stage and chunk, hence one reduce-scatter, one all-gather and one sync.
 This file and `engine.py` are all that touches megatron-core's buckets.
 """
@@ -20,9 +20,9 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket,
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
-from megatron_edit.model.names import canonical_name, module_key
-from megatron_edit.model.sharding import partition_dim
+from megatron_edit.model.names import canonical_name
 from megatron_edit.parallel.mesh import Mesh
+from megatron_edit.tables.parameters import module_key, partition_dim
 
 
 class ParameterSync(Protocol):

@@ -1,6 +1,6 @@
 """The outer optimizers: how the averaged pseudo gradient moves the anchor. In place, on flat fp32 shards.
 
-All have one signature, `OuterStep`, and are found by the name that a method's row gives (`methods.py`):
+All have one signature, `OuterStep`, and are found by the name that a method's row gives (`tables/methods.py`):
 
     step(anchor, outer_momentum, averaged_delta, beta, settings)
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.config.schema import EditConfig
-from megatron_edit.sync.methods import Method
 from megatron_edit.sync.modules import ModuleShard
 from megatron_edit.sync.outer import OUTER_STEPS, OuterSettings
 from megatron_edit.sync.outer_state import OuterState
 from megatron_edit.sync.penalty import clip_coefficient
+from megatron_edit.tables.methods import Method
 
 
 class OuterUpdate:

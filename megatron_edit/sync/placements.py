@@ -18,10 +18,10 @@ from itertools import pairwise
 from megatron_edit.config.schema import EditConfig
 from megatron_edit.sync.averages import ModuleAverages
 from megatron_edit.sync.event import Pending, SyncEvent
-from megatron_edit.sync.methods import Method
 from megatron_edit.sync.modules import ModuleShard, ReplicaDataParallel
-from megatron_edit.sync.timetable import Timetable
 from megatron_edit.sync.trigger import StepTrigger, Trigger
+from megatron_edit.tables.methods import Method
+from megatron_edit.tables.timetable import Timetable
 
 UnderWay = list[tuple[SyncEvent, list[Pending]]]
 

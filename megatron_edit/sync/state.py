@@ -22,12 +22,12 @@ from megatron_edit.sync.decide import Decider
 from megatron_edit.sync.error_feedback import ErrorFeedback
 from megatron_edit.sync.event import Pending, SyncEvent
 from megatron_edit.sync.fleet import Fleet
-from megatron_edit.sync.methods import Method
 from megatron_edit.sync.modules import GradientReducer, ModuleShard, ReplicaDataParallel
 from megatron_edit.sync.outer_state import OuterState
 from megatron_edit.sync.outer_update import OuterUpdate
 from megatron_edit.sync.placements import Placement, UnderWay
 from megatron_edit.sync.trigger import Trigger
+from megatron_edit.tables.methods import Method
 
 
 class SyncState:

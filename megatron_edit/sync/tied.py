@@ -18,11 +18,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_edit.model.names import EMBEDDING, module_key, unwrap
+from megatron_edit.model.names import unwrap
 from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.sync.buffers import BufferPool
 from megatron_edit.sync.modules import ModuleShard
 from megatron_edit.sync.outer_state import OuterState
+from megatron_edit.tables.parameters import EMBEDDING, module_key
 
 COPIES_DIFFER = -math.inf  # in place of a norm, which is never negative
 PART = 1 << 22  # elements that are added up at once: torch makes a copy of them as int64

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron_edit.config.schema import EditConfig
-from megatron_edit.sync.methods import Method
-from megatron_edit.sync.timetable import Timetable, fragments_of
+from megatron_edit.tables.methods import Method
+from megatron_edit.tables.timetable import Timetable, fragments_of
 
 
 class WarmupError(ValueError):

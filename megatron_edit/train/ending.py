@@ -27,7 +27,7 @@ SIGNS_OF_ANOTHER_RANK = (
 
 def trace_fatal_signals() -> None:
     """A crash (SIGSEGV, SIGBUS from a file that became shorter, SIGABRT) leaves the stacks of this rank on stderr."""
-    with suppress(Exception):  # stderr may be no file
+    with suppress(Exception):  # stderr may not be a file
         faulthandler.enable(sys.stderr)
 
 

@@ -74,7 +74,10 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, *, ow
     timeout = checked.config.parallel.distributed_timeout_seconds if checked else None
     timeout = timeout or SETTINGS["distributed_timeout_seconds"].default
     rendezvous = None
-    if "RANK" in environment and environment.get("WORLD_SIZE") != "1":
+    alone = environment.get("WORLD_SIZE") == "1" or "RANK" not in environment
+    if checked is not None and checked.config.command.dry_run and "MASTER_ADDR" not in environment:
+        alone = True  # the checks of one rank, without the others
+    if not alone:
         try:
             rendezvous = open_store(environment, timeout, found.job if found else "")
             report = Report(facts, "" if problem is None else str(problem))

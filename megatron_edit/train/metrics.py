@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_edit.config.schema import Config
+from megatron_edit.tables.parameters import training_flops_per_token
 from megatron_edit.train.loglines import SyncReport, TrainReport
 
 if TYPE_CHECKING:
@@ -79,47 +80,12 @@ class Throughput:
     flops_per_token: float  # see `training_flops_per_token`
 
 
-def training_flops_per_token(
-    *,
-    num_layers: int,
-    hidden_size: int,
-    ffn_hidden_size: int,
-    num_attention_heads: int,
-    num_query_groups: int,
-    kv_channels: int,
-    seq_length: int,
-    vocab_size: int,
-) -> float:
-    """Floating point operations of one token's forward and backward pass in all matrix products of a SwiGLU Llama.
-
-    A product costs 2 operations a weight forward and twice that backward; the embedding is a look-up.
-    Attention counts the full square of the sequence, as Megatron-LM and the usual model FLOP utilisation do
-    (arXiv 2204.02311, appendix B); recomputation is not counted.
-    """
-    query_size = num_attention_heads * kv_channels
-    attention_weights = hidden_size * (2 * query_size + 2 * num_query_groups * kv_channels)
-    layer_weights = attention_weights + 3 * hidden_size * ffn_hidden_size
-    attention_scores = 2 * seq_length * query_size  # query x key, and probabilities x value
-    return 6.0 * (num_layers * (layer_weights + attention_scores) + hidden_size * vocab_size)
-
-
 def throughput_of(config: Config, vocab_size: int, replica_devices: int) -> Throughput:
     """Of a resolved `config`."""
-    model = config.model
-    assert model.ffn_hidden_size and model.num_query_groups and model.kv_channels
     return Throughput(
-        seq_length=model.seq_length,
+        seq_length=config.model.seq_length,
         replica_devices=replica_devices,
-        flops_per_token=training_flops_per_token(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            ffn_hidden_size=model.ffn_hidden_size,
-            num_attention_heads=model.num_attention_heads,
-            num_query_groups=model.num_query_groups,
-            kv_channels=model.kv_channels,
-            seq_length=model.seq_length,
-            vocab_size=vocab_size,
-        ),
+        flops_per_token=training_flops_per_token(config.model, vocab_size),
     )
 
 
@@ -388,7 +354,7 @@ def sync_report(slots: Tensor, mine: SyncReport) -> SyncReport:
     """One report of all stages from `slots` [R, stages, columns] float64, the sums over all ranks.
 
     What the ranks decided is equal in all replicas. Of the times it takes, for each stage, that of the
-    replica that waited least (a replica's lateness is no cost of the sync), and of the stages the largest.
+    replica that waited least (a replica's lateness is not a cost of the sync), and of the stages the largest.
     """
     values = {name: slots[:, :, k] for k, name in enumerate(_SYNC_COLUMNS)}  # [R, stages] each
     decided = {name: value[0] for name, value in values.items()}  # [stages] each

@@ -21,12 +21,12 @@ from megatron_edit.config.schema import Config
 from megatron_edit.model.init import initialize_weights
 from megatron_edit.model.llama import build_model_chunks, transformer_config, virtual_stages_of
 from megatron_edit.model.loss import forward_step
-from megatron_edit.model.names import module_keys
 from megatron_edit.parallel.layout import Layout
 from megatron_edit.parallel.mesh import Mesh, build_mesh
 from megatron_edit.platform import Platform
 from megatron_edit.sync.engine import Observer, SyncEngine
 from megatron_edit.sync.modules import GradientReducer, ReplicaDataParallel
+from megatron_edit.tables.parameters import module_keys
 
 
 @dataclass

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from megatron_edit.config.check_batch_schedule import undivided_batches
 from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.data.blend import is_validation, set_name
-from megatron_edit.model.sharding import local_parameter_count, parameter_count
+from megatron_edit.model.sharding import local_parameter_count
 from megatron_edit.platform import Platform
 from megatron_edit.sync.event import Meeting
 from megatron_edit.sync.trigger import StepTrigger
+from megatron_edit.tables.parameters import parameter_count
 from megatron_edit.train.checked_data import CheckedData
 from megatron_edit.train.checkpointing import Position, RunCheckpoints
 from megatron_edit.train.data import RunData
@@ -219,7 +220,7 @@ class Trainer:
         """Steps on this replica's reserve until T is over, a stop is asked for, or the reserve is used up."""
         self._feed.deal(self.train_samples)
         trigger = self.engine.trigger
-        trigger.restart_clock()  # evaluation and saving are no time between two syncs
+        trigger.restart_clock()  # evaluation and saving are not time between two syncs
 
         def asks_for_sync() -> bool:
             return self.mesh.is_replica_leader and (trigger.wants_sync() or stop.requested or self._feed.is_empty)

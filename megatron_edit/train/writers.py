@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -232,7 +233,8 @@ class _TensorBoard:
 
     def write(self, report: AnyReport) -> None:
         if not os.path.isdir(self._folder):
-            self._writer.close()
+            with suppress(OSError):  # its thread may have tried to write where nothing is any more
+                self._writer.close()
             self._writer = self._make(self._folder, flush_secs=10)
             self._say(f"*** {self._folder} was removed or moved away while the run went on: it is made anew ***")
         for tag, value in scalars_of(report).items():

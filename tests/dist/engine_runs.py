@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_edit.config.schema import Config
 from megatron_edit.model.names import canonical_name
-from megatron_edit.model.sharding import gather_full_parameters, partition_dim
+from megatron_edit.model.sharding import gather_full_parameters
+from megatron_edit.tables.parameters import partition_dim
 from megatron_edit.parallel.layout import Coordinates
 from megatron_edit.sync.event import SyncDecision
 from megatron_edit.sync.modules import ModuleShard

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit.config.schema import Config
-from megatron_edit.model.names import module_key
+from megatron_edit.tables.parameters import module_key
 from megatron_edit.sync import notices
 from megatron_edit.testing.ranks import RankFailure
 from megatron_edit.testing.tiny import tiny_global_batch

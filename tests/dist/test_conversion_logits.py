@@ -21,11 +21,8 @@ from megatron_edit.convert.megatron import MegatronWeights, write_megatron  # no
 from megatron_edit.convert.weights import open_weights  # noqa: E402
 from megatron_edit.inference.model import InferenceModel  # noqa: E402
 from megatron_edit.inference.sampling import Sampling  # noqa: E402
-from megatron_edit.model.sharding import (  # noqa: E402
-    full_parameter_shapes,
-    tensor_parallel_join,
-    tensor_parallel_slice,
-)
+from megatron_edit.model.sharding import tensor_parallel_join, tensor_parallel_slice  # noqa: E402
+from megatron_edit.tables.parameters import full_parameter_shapes  # noqa: E402
 from megatron_edit.parallel.layout import Layout  # noqa: E402
 from megatron_edit.parallel.mesh import build_mesh  # noqa: E402
 from megatron_edit.testing.ranks import run_ranks  # noqa: E402

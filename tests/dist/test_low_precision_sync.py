@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_edit.model.names import module_key
+from megatron_edit.tables.parameters import module_key
 from tests.dist.engine_runs import RankRecord, Run, run_engine
 from tests.dist.test_bf16 import lost_updates, small_steps
 

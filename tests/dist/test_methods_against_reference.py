@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_edit.config.schema import Config
-from megatron_edit.sync.methods import METHODS as TABLE
+from megatron_edit.tables.methods import METHODS as TABLE
 from megatron_edit.sync.outer import OUTER_STEPS
 from tests.dist.against_reference import differences
 from tests.dist.engine_runs import Batch, RankRecord, Run, masked_batch, run_engine

@@ -28,11 +28,11 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func 
 from megatron_edit.model.init import initial_tensor, initialize_weights  # noqa: E402
 from megatron_edit.model.llama import build_model_chunks, transformer_config  # noqa: E402
 from megatron_edit.model.loss import forward_step  # noqa: E402
-from megatron_edit.model.names import EMBEDDING, canonical_name  # noqa: E402
-from megatron_edit.model.sharding import (  # noqa: E402
+from megatron_edit.model.names import canonical_name  # noqa: E402
+from megatron_edit.tables.parameters import EMBEDDING  # noqa: E402
+from megatron_edit.model.sharding import gather_full_parameters, local_parameter_count  # noqa: E402
+from megatron_edit.tables.parameters import (  # noqa: E402
     full_parameter_shapes,
-    gather_full_parameters,
-    local_parameter_count,
     parameter_count,
     partition_dim,
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_edit.model.names import module_key
+from megatron_edit.tables.parameters import module_key
 from megatron_edit.sync.modules import ModuleShard
 from megatron_edit.train.replica import Replica
 from tests.dist.against_reference import differences

@@ -214,7 +214,7 @@ def flip(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "pointer to nothing": (lambda run: (run / POINTER).write_text("9"), "iter_0000009"),
-    "pointer is no number": (lambda run: (run / POINTER).write_text("latest"), "should hold the number"),
+    "pointer is not a number": (lambda run: (run / POINTER).write_text("latest"), "should hold the number"),
     "shard flipped": (lambda run: flip(run / "iter_0000010" / "__1_0.distcp"), "__1_0.distcp is damaged: SHA-256"),
     "shard cut": (lambda run: os.truncate(run / "iter_0000010" / "__0_0.distcp", 5000), "has 5000 bytes"),
     "index flipped": (lambda run: flip(run / "iter_0000010" / ".metadata"), ".metadata is damaged"),
@@ -238,7 +238,7 @@ def test_damage_is_named_and_the_one_before_is_taken_when_allowed(damage: str, r
     result = start(2, "--load-fallback", **settings, exit_interval=11)
     assert named in result.stdout and "*** falling back to" in result.stdout, result
     assert (run / "iter_0000010.damaged").exists() == (not damage.startswith("pointer"))
-    expected = 10 if damage == "pointer is no number" else 8
+    expected = 10 if damage == "pointer is not a number" else 8
     assert f"resumed iteration {expected} of 20" in result.stdout
 
 

@@ -150,7 +150,7 @@ def test_a_rank_that_does_not_come_is_named_first_and_all_end(fault: Callable[[A
 
 
 def test_no_stop_is_announced_when_the_launcher_ends_the_others() -> None:
-    """Rank 1 of another replica dies; torchrun's SIGTERM to rank 0 is no request that could be followed."""
+    """Rank 1 of another replica dies; torchrun's SIGTERM to rank 0 is not a request that could be followed."""
     result = start(2, train_iters=1000, edit_sync_interval=500, in_rank=at_iteration(7, 1, killed))
     assert result.exit_codes == [1, -signal.SIGKILL], result
     assert "rank 1" in result.ranks[0].stderr.splitlines()[0] and "has died" in result.ranks[0].stderr

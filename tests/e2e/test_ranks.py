@@ -67,7 +67,7 @@ def test_another_corpus_of_the_same_name_on_one_node(corpora: Corpora, tmp_path:
         data = {"mock_data": None, "data_path": "corpus", "split": "1", "tokenizer_type": "ByteTokenizer", **settings}
         return start(2, in_rank=lambda rank: os.chdir(tmp_path / f"node{nodes[rank]}"), train_iters=2, **data)
 
-    assert run((0, 1)).exit_codes == [0, 0], "copies are no difference"
+    assert run((0, 1)).exit_codes == [0, 0], "copies are not a difference"
     result = run((0, 2), seq_length=8)
     assert result.exit_codes == [2, 2] and "the ranks differ in corpus 1 of --data-path: idx " in result.stderr, result
     assert "bin 22 bytes" in result.stderr and " on rank 0; " in result.stderr, result

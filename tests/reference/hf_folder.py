@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from megatron_edit.config.schema import ModelConfig
 from megatron_edit.convert.architectures import ARCHITECTURES, architecture_for
 from megatron_edit.convert.hf_config import write_config
-from megatron_edit.model.sharding import full_parameter_shapes
+from megatron_edit.tables.parameters import full_parameter_shapes
 
 VOCABULARY = 259
 TINY: dict[str, Any] = {

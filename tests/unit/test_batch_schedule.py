@@ -185,7 +185,7 @@ def test_a_edit_is_refused() -> None:
 
 
 def test_a_run_that_goes_on_is_checked_for_the_batches_to_come(tmp_path: object) -> None:
-    """A step that more ranks could not divide is no matter when it is over."""
+    """A step that more ranks could not divide does not matter when it is over."""
     flags = f"--train-samples 1000 {STEPS} 0:4 640:12 1280:16"
     assert len(problems_of(flags, ranks=4)) == 1
     assert problems_of(f"{flags} --load {tmp_path}", ranks=4) == []

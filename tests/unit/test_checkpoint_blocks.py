@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_edit.checkpoint.blocks import blocks_of
 from megatron_edit.config.schema import ModelConfig
-from megatron_edit.model.names import EMBEDDING, FINAL_NORM
 from megatron_edit.model.sharding import tensor_parallel_slice
+from megatron_edit.tables.parameters import EMBEDDING, FINAL_NORM
 
 LAYER = "decoder.layers.3."
 SHAPES: dict[str, tuple[int, ...]] = {

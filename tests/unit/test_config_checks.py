@@ -13,7 +13,7 @@ from megatron_edit.config import Config, ConfigError, batch_plan, check, configu
 from megatron_edit.config.flags import load_config
 from megatron_edit.config.printing import print_config
 from megatron_edit.config.schema import DataConfig, ParallelConfig, TrainingConfig
-from megatron_edit.sync.methods import METHODS
+from megatron_edit.tables.methods import METHODS
 
 BASE = "--mock-data --train-iters 100 --edit-sync-interval 10"
 

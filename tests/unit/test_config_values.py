@@ -4,6 +4,7 @@ field."""
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from megatron_edit.config import check
 from megatron_edit.config.flags import load_config
 from megatron_edit.config.schema import ConfigError
-from megatron_edit.config.values import parse_blend, parse_named_sets, parse_split, words_of_named_sets
+from megatron_edit.config.values import Blend, parse_blend, parse_named_sets, parse_split, words_of_named_sets
+from megatron_edit.data.blend import resolve_sources
+from megatron_edit.data.errors import DataError
 
 
 @pytest.mark.parametrize(
@@ -22,30 +25,89 @@ from megatron_edit.config.values import parse_blend, parse_named_sets, parse_spl
         ("100,0,0", (1, 0, 0)),
         ("99.5,0.5", (0.995, 0.005, 0)),
         (" 90, 5 ,5", (0.9, 0.05, 0.05)),
-        ("1e2,0,0", (1, 0, 0)),
+        ("2e1,.5,79.5", (0.2, 0.005, 0.795)),
     ],
 )
-def test_b34_split_valid(text: str, shares: tuple[float, ...]) -> None:
-    assert parse_split(text) == pytest.approx(shares)
+def test_b34_split_is_normalised(text: str, shares: tuple[float, ...]) -> None:
+    assert parse_split(text) == pytest.approx(shares, abs=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("text", "field"),
+    ("fields", "blend"),
     [
-        ("-1,1,0", "'-1'"),
-        ("90,abc5,5", "'abc5'"),
-        ("0,0,0", "only zeros"),
-        ("1,2,3,4", "4 fields"),
-        ("nan", "'nan'"),
-        ("1,inf", "'inf'"),
-        ("90,,10", "''"),
-        ("", "''"),
-        ("90;5;5", "'90;5;5'"),
+        ("A", Blend(("A",))),
+        ("A B C", Blend(("A", "B", "C"))),
+        ("0.3 A 0.7 B", Blend(("A", "B"), (Fraction(3, 10), Fraction(7, 10)))),
+        ("30 A 70 B", Blend(("A", "B"), (Fraction(30), Fraction(70)))),
+        ("1e-1 A", Blend(("A",), (Fraction(1, 10),))),
+        ("1 ./1", Blend(("./1",), (Fraction(1),))),
     ],
 )
-def test_b34_split_invalid(text: str, field: str) -> None:
-    with pytest.raises(ValueError, match=field):
-        parse_split(text)
+def test_blend_forms(fields: str, blend: Blend) -> None:
+    assert parse_blend(fields.split()) == blend
+
+
+ODD_SPLITS = [
+    ("-1,1,0", "has the field '-1'"),
+    ("+5,1", "has the field '+5'"),
+    ("1_0,1", "has the field '1_0'"),
+    ("90,abc5,5", "has the field 'abc5'"),
+    ("90,5abc,5", "has the field '5abc'"),
+    ("0,0,0", "has shares that sum to 0"),
+    ("1,2,3,4", "has 4 fields"),
+    ("nan", "has the field 'nan'"),
+    ("1,inf", "has the field 'inf'"),
+    ("1e999,1", "has the field '1e999'"),
+    ("1e308,1e308", "has shares that sum to inf"),
+    ("90,,10", "has the field ''"),
+    ("90,", "has the field ''"),
+    ("   ", "has the field ''"),
+    ("90;5;5", "has the field '90;5;5'"),
+    ("90 5 5", "has the field '90 5 5'"),
+    ("\u0669,1", "has the field '\u0669'"),  # a digit, but not one of the ten
+]
+ODD_BLENDS = [
+    (["1"], "has 1 fields, and the first, 1, is a number"),
+    (["0.5", "a", "0.5"], "has 3 fields"),
+    (["a", "a"], "has a more than once"),
+    (["0.3", "a", "0.7", "a"], "has a more than once"),
+    (["-1", "a", "1", "b"], "has the weight '-1'"),
+    (["+1", "a"], "has the weight '+1'"),
+    (["1_0", "a"], "has the weight '1_0'"),
+    (["nan", "a", "1", "b"], "has the weight 'nan'"),
+    (["inf", "a"], "has the weight 'inf'"),
+    (["1e999", "a"], "has the weight '1e999'"),
+    (["1e-999", "a"], "has the weight '1e-999'"),
+    (["0", "a"], "has the weight '0'"),
+    (["0.3", "a", "b", "0.7"], "has '0.7' where a prefix"),
+    (["0.5", "a", "b", "c"], "has the weight 'b'"),
+    (["0.5", "a", "x7", "b"], "has the weight 'x7'"),
+    (["a", "0.5", "b", "0.5"], "has '0.5' where a prefix"),
+    (["0.5", "0.5", "a", "b"], "has '0.5' where a prefix"),
+    (["0.5", "a", "0.5", "1_0"], "has '1_0' where a prefix"),
+]
+
+
+@pytest.mark.parametrize(
+    ("data_path", "split", "reason"),
+    [(["A"], *odd) for odd in ODD_SPLITS] + [(path, "9,1", reason) for path, reason in ODD_BLENDS],
+)
+def test_odd_shares_and_blends_are_refused_alike_by_the_checks_and_by_the_data(
+    data_path: list[str], split: str, reason: str
+) -> None:
+    """B34: the same words at both doors."""
+    flags = ["--train-iters", "9", "--global-batch-size", "8", "--tokenizer-type", "ByteTokenizer"]
+    (problem,) = check(load_config([*flags, "--data-path", *data_path, f"--split={split}"]), 1, 1, "cpu")
+    shown = f"--split {split} " if data_path == ["A"] else f"--data-path {' '.join(data_path)} "
+    assert problem.startswith(shown + reason)
+    with pytest.raises(DataError) as error:
+        resolve_sources(data_path=data_path, split=split)
+    assert str(error.value) == problem
+
+
+def test_a_blend_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="is empty"):
+        parse_blend([])
 
 
 def test_b34_split_problem_names_the_flag() -> None:
@@ -54,30 +116,6 @@ def test_b34_split_problem_names_the_flag() -> None:
     assert "--split 90,abc5,5" in problem and "'abc5'" in problem
     (problem,) = check(load_config([*flags.split(), "0,1"]), 1, 1, "cpu")
     assert "nothing for training" in problem
-
-
-def test_blend_valid() -> None:
-    assert parse_blend(["a"]) == [(1.0, "a")]
-    assert parse_blend(["1"]) == [(1.0, "1")]
-    assert parse_blend(["a", "b"]) == [(0.5, "a"), (0.5, "b")]
-    assert parse_blend(["3", "a", "1", "b"]) == [(0.75, "a"), (0.25, "b")]
-
-
-@pytest.mark.parametrize(
-    ("entries", "field"),
-    [
-        (["-1", "a", "1", "b"], "'-1'"),
-        (["nan", "a", "1", "b"], "'nan'"),
-        (["0", "a"], "'0'"),
-        (["0.5", "a", "0.5"], "3 fields"),
-        (["a", "0.5", "b", "0.5"], "'a'"),
-        (["0.5", "0.5", "a", "b"], "'0.5' where the prefix"),
-        (["0.5", "a", "b", "c"], "'b'"),
-    ],
-)
-def test_b34_blend_invalid(entries: list[str], field: str) -> None:
-    with pytest.raises(ValueError, match=field):
-        parse_blend(entries)
 
 
 def test_b34_blend_problem_names_the_flag() -> None:

@@ -18,7 +18,7 @@ from megatron_edit.convert.hf_config import read_config, write_config
 from megatron_edit.convert.rows import FusedQKV, GateOverUp
 from megatron_edit.convert.safetensors_file import Writer, read_header
 from megatron_edit.model.rope import rotary_inverse_frequencies
-from megatron_edit.model.sharding import full_parameter_shapes, parameter_count
+from megatron_edit.tables.parameters import full_parameter_shapes, parameter_count
 
 TINY = ModelConfig(
     num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=2, kv_channels=8,

@@ -176,7 +176,7 @@ MENDED = [
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_utf8_cannot_spell_is_replaced_and_counted(tmp_path: Path, workers: int) -> None:
-    """B30: lone surrogates become U+FFFD, a document that is no UTF-8 is left out, a byte order mark is dropped; the
+    """B30: lone surrogates become U+FFFD, a document that is not UTF-8 is left out, a byte order mark is dropped; the
     other documents are unaffected."""
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b"\n".join([*BROKEN_LINES[:3], NO_UTF8, *BROKEN_LINES[3:]]))
@@ -367,7 +367,7 @@ def test_the_tools_make_a_corpus_from_nothing(tmp_path: Path) -> None:
         ("build_quickstart_corpus.py", ["--output", "{tmp}/o.jsonl", "--max-bytes", "1"], "--max-bytes 1 is too small"),
         ("build_quickstart_corpus.py", ["--output", "{tmp}/in/o.jsonl", "--max-bytes", "99999"], "cannot be written"),
         ("unigram_loss.py", ["--data-path", "{tmp}/none"], "none.idx does not exist"),
-        ("unigram_loss.py", ["--data-path", "{tmp}/none", "--split", "1,x"], "'x' is no number"),
+        ("unigram_loss.py", ["--data-path", "{tmp}/none", "--split", "1,x"], "has the field 'x'"),
     ],
 )
 def test_other_tools_refuse_bad_input(tmp_path: Path, tool: str, arguments: list[str], message: str) -> None:

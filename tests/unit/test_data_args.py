@@ -46,10 +46,10 @@ def test_a_file_stands_for_a_path_of_each_split(tmp_path: Path, as_text: bool) -
     [
         ("--data-args-path", None, "cannot be read: No such file"),
         ("--data-args-path", b"# nothing\n", "holds no corpus"),
-        ("--data-args-path", b"\xff\xfe", "is no text in UTF-8"),
+        ("--data-args-path", b"\xff\xfe", "is not text in UTF-8"),
         ("--per-split-data-args-path", None, "cannot be read: No such file"),
-        ("--per-split-data-args-path", b"{", "is no JSON"),
-        ("--per-split-data-args-path", b"[]", "is no JSON object with"),
+        ("--per-split-data-args-path", b"{", "is not JSON"),
+        ("--per-split-data-args-path", b"[]", "is not a JSON object with"),
         ("--per-split-data-args-path", b'{"valid": ["A"]}', 'with "train" corpora'),
         ("--per-split-data-args-path", b'{"train": ["A"], "dev": ["B"]}', "has the key 'dev'"),
         ("--per-split-data-args-path", b'{"train": {"A": 1}}', "has under 'train' no list"),

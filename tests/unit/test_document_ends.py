@@ -13,7 +13,8 @@ from megatron_edit.config import check
 from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import with_values
-from megatron_edit.data.blend import Blend, SplitSource, resolve_sources
+from megatron_edit.config.values import Blend
+from megatron_edit.data.blend import SplitSource, resolve_sources
 from megatron_edit.data.check import DocumentEnds, check_data_files
 from megatron_edit.data.datasets import build_split, number_documents, positions_in_documents
 from megatron_edit.data.errors import DataError

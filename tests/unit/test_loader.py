@@ -229,7 +229,7 @@ def test_errors_arrive_with_their_cause(workers: int) -> None:
 
 def test_sizes_that_do_not_divide_are_refused_at_once() -> None:
     split = SplitDatasets((NumberedDataset(10),))
-    with pytest.raises(DataError, match="--global-batch-size 10 is no multiple of 3 replicas"):
+    with pytest.raises(DataError, match="--global-batch-size 10 is not a multiple of 3 replicas"):
         make_loader(split, RankPlace(3, 0, 1, 0, 1), 10)
     with pytest.raises(DataError, match="--micro-batch-size 4 x 1"):
         make_loader(split, RankPlace(2, 0, 1, 0, 4), 12)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_edit.config.settings import SETTINGS
-from megatron_edit.sync.methods import METHODS, Method, UnknownMethodError, get_method
 from megatron_edit.sync.outer import OUTER_STEPS, OuterSettings
+from megatron_edit.tables.methods import METHODS, Method, UnknownMethodError, get_method
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_edit.config.schema import ModelConfig
+from megatron_edit.tables.parameters import training_flops_per_token
 from megatron_edit.train.loglines import SyncReport, TrainReport
 from megatron_edit.train.metrics import (
     _SYNC_COLUMNS,
@@ -18,7 +20,6 @@ from megatron_edit.train.metrics import (
     _Column,
     sync_report,
     train_report,
-    training_flops_per_token,
 )
 
 KNOWN = TrainReport(
@@ -92,16 +93,18 @@ def test_time_and_throughput_are_means_over_replicas_of_their_own_speed() -> Non
 
 
 def test_flops_per_token_of_llama_7b() -> None:
-    flops = training_flops_per_token(
+    model = ModelConfig(
         num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, num_query_groups=32,
-        kv_channels=128, seq_length=4096, vocab_size=32000,
+        kv_channels=128, seq_length=4096, untie_embeddings_and_output_weights=True,
     )  # fmt: skip
+    flops = training_flops_per_token(model, 32000)
     weights = 6_738_415_616 - 32000 * 4096 - 65 * 4096  # all parameters less the embedding and the norms
     assert flops == 6 * weights + 12 * 32 * 4096 * 4096  # arXiv 2204.02311, appendix B: 6N + 12 L H Q T
-    with_groups = training_flops_per_token(
-        num_layers=1, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=2,
-        kv_channels=8, seq_length=32, vocab_size=259,
+    tied = ModelConfig(
+        num_layers=1, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=2, kv_channels=8,
+        seq_length=32, add_qkv_bias=True, add_attention_output_bias=True, qk_layernorm=True,
     )  # fmt: skip
+    with_groups = training_flops_per_token(tied, 259)
     weights = 64 * 64 + 2 * 64 * 16 + 64 * 64 + 3 * 64 * 128 + 64 * 259
     assert with_groups == 6 * weights + 12 * 32 * 64
 

@@ -14,7 +14,6 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_edit.config.arithmetic import count_parameters
 from megatron_edit.config.schema import ModelConfig, ParallelConfig
 from megatron_edit.platform import get_platform
 
@@ -25,17 +24,17 @@ from megatron_edit.model.attention import _SplitAndRotate  # noqa: E402
 from megatron_edit.model.init import initial_tensor  # noqa: E402
 from megatron_edit.model.llama import transformer_config  # noqa: E402
 from megatron_edit.model.loss import loss_function, vocabulary_parallel_cross_entropy  # noqa: E402
-from megatron_edit.model.names import canonical_name, module_key  # noqa: E402
+from megatron_edit.model.names import canonical_name  # noqa: E402
 from megatron_edit.model.norm import RMSNorm  # noqa: E402
 from megatron_edit.model.rope import rotary_inverse_frequencies  # noqa: E402
-from megatron_edit.model.sharding import (  # noqa: E402
+from megatron_edit.model.sharding import tensor_parallel_join, tensor_parallel_slice  # noqa: E402
+from megatron_edit.model.swiglu import SwiGLU  # noqa: E402
+from megatron_edit.tables.parameters import (  # noqa: E402
     full_parameter_shapes,
+    module_key,
     padded_vocabulary_size,
     parameter_count,
-    tensor_parallel_join,
-    tensor_parallel_slice,
 )
-from megatron_edit.model.swiglu import SwiGLU  # noqa: E402
 
 TINY = ModelConfig(
     num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=4, kv_channels=8,
@@ -47,11 +46,14 @@ VOCABULARY = 259
 @pytest.mark.parametrize("untied", [False, True])
 @pytest.mark.parametrize("part", ["add_qkv_bias", "add_attention_output_bias", "qk_layernorm"])
 @pytest.mark.parametrize("present", [False, True])
-def test_parameter_count_is_the_sum_of_all_shapes(untied: bool, part: str, present: bool):
+def test_parameter_count_is_the_formula(untied: bool, part: str, present: bool):
+    """V H (2 V H untied) + L (H (N + 2 G) D + H N D + 3 H F + 2 H, and (N + 2 G) D with a QKV bias, H with an output
+    bias, 2 D with norms of queries and keys) + H."""
     model = replace(TINY, untie_embeddings_and_output_weights=untied, **{part: present})
-    shapes = full_parameter_shapes(model, VOCABULARY)
-    assert parameter_count(model, VOCABULARY) == sum(math.prod(shape) for shape in shapes.values())
-    assert count_parameters(model, VOCABULARY) == parameter_count(model, VOCABULARY)  # without torch, for --dry-run
+    hidden, ffn, qkv, query = 64, 128, (8 + 2 * 4) * 8, 8 * 8
+    layer = hidden * qkv + hidden * query + 3 * hidden * ffn + 2 * hidden + model.add_qkv_bias * qkv
+    layer += model.add_attention_output_bias * hidden + model.qk_layernorm * 2 * 8
+    assert parameter_count(model, VOCABULARY) == (1 + untied) * VOCABULARY * hidden + 4 * layer + hidden
 
 
 def test_parameter_count_of_known_models():

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.data import open_files
 from megatron_edit.data.blend import resolve_sources
 from megatron_edit.data.check import check_data_files
@@ -116,8 +117,9 @@ def test_a_file_that_changes_while_training_is_named(
     split = build_split(source(prefix), seq_length=9, tokenizer=BYTES, files=files)
     place = RankPlace(num_replicas=1, replica=0, shard_size=1, shard_rank=0, micro_batch_size=2)
     loader = MicrobatchLoader(
-        split.datasets, split.training_order(0), consumed_samples=0, place=place, global_batch_size=8, num_workers=0
-    )
+        split.datasets, split.training_order(0), consumed_samples=0, place=place,
+        batch=BatchSchedule.constant(8), num_workers=0,
+    )  # fmt: skip
     loader.next_batch()
     change(Path(f"{prefix}.bin"))
     if reopened:

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_edit.sync.methods import METHODS
-from megatron_edit.sync.methods import OuterStep as OuterStepName
 from megatron_edit.sync.outer import OUTER_STEPS, InnerLearningRateError, OuterSettings, nesterov_step_
+from megatron_edit.tables.methods import METHODS
+from megatron_edit.tables.methods import OuterStep as OuterStepName
 
 SIZE = 257
 

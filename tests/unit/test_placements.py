@@ -10,7 +10,7 @@ import torch
 
 from megatron_edit.sync.event import Pending, SyncEvent
 from megatron_edit.sync.placements import Blocking, Delayed, InForward, NextRound, Placement
-from megatron_edit.sync.timetable import Timetable
+from megatron_edit.tables.timetable import Timetable
 
 M = 4
 

@@ -502,7 +502,7 @@ def test_a_killed_command_goes_on(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert kills == 2 and result.returncode == 0, result.stderr
     going_on = re.search(r"going on after (\d+) documents", result.stderr)
-    assert going_on is not None and int(going_on[1]) >= 100, "something was kept"
+    assert going_on is not None and int(going_on[1]) > 0, "something was kept"
     (expected,) = run([path], tmp_path / "expected", append_eod=True)
     assert contents(f"{tmp_path}/out_text_document") == contents(expected.prefix)
     assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*progress*"))

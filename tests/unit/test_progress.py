@@ -60,7 +60,7 @@ def without_time(text: str) -> str:
 
 
 def test_plain_lines_are_the_log(capsys: pytest.CaptureFixture[str]) -> None:
-    display = make_progress("auto", train_iters=100, iteration=0)  # pytest's standard output is no terminal
+    display = make_progress("auto", train_iters=100, iteration=0)  # pytest's standard output is not a terminal
     assert isinstance(display, PlainProgress)
     display.advance(1)
     display.line("hello")

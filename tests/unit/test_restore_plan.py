@@ -8,7 +8,7 @@ import pytest
 
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.plan import RestorePlan, ThisRun, plan_restore
-from megatron_edit.sync.methods import get_method
+from megatron_edit.tables.methods import get_method
 
 SCHEDULE = ["steps", 4, 1, 0]
 GRID = {"dp": 1, "pp": 1, "cp": 1, "tp": 1, "chunks": 1}

@@ -235,9 +235,9 @@ def test_batches_of_changing_size_use_each_sample_once() -> None:
 
 
 def test_sizes_that_do_not_divide_name_the_numbers() -> None:
-    with pytest.raises(DataError, match=r"10 is no multiple of 3 replicas; 9 would work"):
+    with pytest.raises(DataError, match=r"10 is not a multiple of 3 replicas; 9 would work"):
         replica_positions(0, 10, 3, 0)
-    with pytest.raises(DataError, match=r"10, is no multiple of --micro-batch-size 4 x 2 .*; 8 would work"):
+    with pytest.raises(DataError, match=r"10, is not a multiple of --micro-batch-size 4 x 2 .*; 8 would work"):
         microbatch_positions(range(10), 4, 2, 0)
 
 

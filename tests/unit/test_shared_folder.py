@@ -93,6 +93,7 @@ def test_a_corpus_rebuilt_under_its_name_is_read_anew(tmp_path: Path) -> None:
     """There is no stale cache; and who has it open goes on with the old one, as files are renamed into place."""
     old_source = corpus(tmp_path, 0)
     (opened,) = build_split(old_source, seq_length=16, tokenizer=BYTES).datasets
+    assert torch.equal(opened[0]["tokens"], torch.arange(16))  # its file is open from here on
     old = samples(old_source)
     new_source = corpus(tmp_path, 7)
     new = samples(new_source)

@@ -12,8 +12,8 @@ from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import with_values
 from megatron_edit.sync.decide import Decider
 from megatron_edit.sync.event import SyncDecision
-from megatron_edit.sync.methods import get_method
 from megatron_edit.sync.notices import IDLE_SYNCS, ROUNDING, IdleWatch, NothingStepsError, SyncWarnings
+from megatron_edit.tables.methods import get_method
 
 KEYS = ["embedding", "layers.0", "layers.1", "head"]
 WARMUP = 3

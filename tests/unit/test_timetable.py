@@ -14,10 +14,10 @@ from megatron_edit.config.derive import batch_plan, resolve
 from megatron_edit.config.flags import load_config
 from megatron_edit.config.notes import notes
 from megatron_edit.config.schema import Config, ConfigError
-from megatron_edit.model.names import module_keys
-from megatron_edit.sync.methods import METHODS
-from megatron_edit.sync.timetable import Timetable, fragments_of
 from megatron_edit.sync.trigger import StepTrigger
+from megatron_edit.tables.methods import METHODS
+from megatron_edit.tables.parameters import module_keys
+from megatron_edit.tables.timetable import Timetable, fragments_of
 from megatron_edit.train.trainer import Trainer
 
 TABLES = st.builds(Timetable, st.integers(1, 9), st.integers(1, 12), st.integers(0, 7))

@@ -1,4 +1,4 @@
-"""Tokenizers: ids, special ids, marks in texts, files that are no tokenizers. Field reports B30 to B32."""
+"""Tokenizers: ids, special ids, marks in texts, files that are not tokenizers. Field reports B30 to B32."""
 
 import gzip
 import json
@@ -280,7 +280,7 @@ def test_build_tokenizer_knows_megatrons_names(own_model: Path) -> None:
         (("SentencePieceTokenizer",), "needs --tokenizer-model"),
         (("SentencePieceTokenizer", "{tmp}/missing.model"), "missing.model: No such file"),
         (("SentencePieceTokenizer", "{tmp}/empty"), "is empty"),
-        (("SentencePieceTokenizer", "{tmp}/text"), "is no sentencepiece model"),
+        (("SentencePieceTokenizer", "{tmp}/text"), "is not a sentencepiece model"),
         (("SentencePieceTokenizer", "{tmp}"), "Is a directory"),
         (("HuggingFaceTokenizer", "{tmp}/text"), "is not a tokenizer.json"),
         (("HuggingFaceTokenizer", "{tmp}"), "holds no tokenizer.json"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_edit.sync.methods import Method
+from megatron_edit.tables.methods import Method
 
 
 @dataclass(frozen=True)

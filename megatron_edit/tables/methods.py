@@ -1,7 +1,7 @@
 """The table of synchronisation methods: a method is a trigger, a place, an average and an outer step.
 
-Adding one is adding a row here and, when its outer step is new, a function in `outer.py` (docs/methods.md shows how).
-A row also holds the method's defaults; `config/derive.py` puts them where a flag was not given. No torch here.
+Adding one is adding a row here and, when its outer step is new, a function in `sync/outer.py`; docs/methods.md shows
+how. A row also holds the method's defaults; `config/derive.py` puts them where a flag was not given.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Method:
                      staggered: each fragment of the modules at an offset inside the interval; time: by wall clock
     placement        gradient: with the gradient reduction of every step; step: blocking, after the step; forward:
                      layer by layer in the forward pass of the step after; round: during the whole next interval
-    outer_step       how the average moves the anchor, a name of `outer.OUTER_STEPS`; none: parameters := average, and
-                     no anchor is kept
+    outer_step       how the average moves the anchor, a name in `sync/outer.py`; none: parameters := average, and no
+                     anchor is kept
     outer_lr, outer_momentum  its defaults; None without one
     takes_penalty    whether EDiT's penalty can be asked for: softmax weights, anomaly elimination, clip
     weighting, anomaly_threshold, pseudo_grad_clip  defaults of the penalty's three parts; mean, 0, 0: off
