@@ -54,7 +54,7 @@ def measure(rank: int, world_size: int, directory: Path, rounds: int) -> dict[st
     """Seconds (medians over the rounds, the slowest rank's) and sizes."""
     config = tiny_config(world_size, **SHAPE, edit_num_replicas=2, global_batch_size=4, micro_batch_size=2)
     replica = tiny_replica(config)
-    state = TrainingState(replica.engine, replica.optimizer, config.model, VOCABULARY)
+    state = TrainingState(replica.engine.state, replica.optimizer, config.model, VOCABULARY)
     step = TrainStep(replica)
     group = replica.mesh.checkpoint_group
     writer = CheckpointWriter(directory / "run", group, keep=1, say=print)

@@ -37,7 +37,7 @@ def measure(rank: int, world_size: int, settings: dict[str, Any]) -> tuple[dict[
     """(bytes by kind at the start, bytes of the sync's buffers after two syncs) of this rank."""
     config = tiny_config(world_size, edit_num_replicas=2, edit_sync_interval=4, **settings)
     replica = tiny_replica(config)
-    state = TrainingState(replica.engine, replica.optimizer, config.model, VOCABULARY)
+    state = TrainingState(replica.engine.state, replica.optimizer, config.model, VOCABULARY)
     table = memory_table(replica, state).bytes
     step = TrainStep(replica)
     for iteration in range(10):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.torch_dist import ShardedTensor
 from megatron_edit.checkpoint.training_state import AT_LAUNCH, IN_FLIGHT, TrainingState, own_key, shared_key
 from megatron_edit.sync.detector import DetectorVerdict
@@ -20,43 +19,27 @@ from megatron_edit.sync.event import Pending, SyncDecision, SyncEvent
 
 
 class SavedInFlight:
-    """The syncs that a manifest says were under way, as empty tensors to read and then to hand to the engine.
+    """The syncs that a manifest says were under way, as empty tensors to read and then to go on with.
 
-    Raises CheckpointError where the method of this run would never apply them.
+    That this run can apply them has been checked (`plan.py`).
     """
 
     def __init__(self, state: TrainingState, content: dict[str, Any]) -> None:
         self.state = state
         self._saved = content["in_flight"]
-        method = state.engine.method
-        if self._saved["events"] and content["edit_modules"] != state.engine.config.edit_modules:
-            raise CheckpointError(
-                f"the checkpoint has averages of --edit-modules {content['edit_modules']} under way, which "
-                f"--edit-modules {state.engine.config.edit_modules} cannot apply: resume with the former"
-            )
-        if self._saved["events"] and not method.has_anchor:
-            raise CheckpointError(
-                f"the checkpoint has averages of --edit-method {content['method']} under way for its anchor, and "
-                f"--edit-method {method.name} keeps none: resume with {content['method']}, or give --finetune"
-            )
-        if method.placement != "round" and any(event["apply_after"] is None for event in self._saved["events"]):
-            raise CheckpointError(
-                f"the checkpoint has an average of --edit-method {content['method']} under way, which "
-                f"--edit-method {method.name} cannot apply: resume with {content['method']}, or give --finetune"
-            )
         device = state.mesh.platform.device
         self.events = {
             event["index"]: SyncEvent(
                 self._decision(event),
                 state.mesh.platform.record_event(),
-                [torch.ones((), dtype=torch.float64) for _ in state.engine.modules],
+                [torch.ones((), dtype=torch.float64) for _ in state.sync.modules],
                 apply_after=event["apply_after"],
                 inner_lr=event["inner_lr"],
             )
             for event in self._saved["events"]
         }
         self.pending: dict[int, Pending] = {}  # by index of the module
-        for module in state.engine.modules:
+        for module in state.sync.modules:
             entry = self._saved["modules"].get(module.key)
             if entry is None:
                 continue
@@ -73,7 +56,7 @@ class SavedInFlight:
             self.pending[module.index] = pending
 
     def _decision(self, event: dict[str, Any]) -> SyncDecision:
-        modules = self.state.engine.modules
+        modules = self.state.sync.modules
         entries = [self._saved["modules"].get(module.key) for module in modules]
         entries = [entry if entry is not None and entry["event"] == event["index"] else None for entry in entries]
         replicas = next((len(e["left_out"]) for e in self._saved["modules"].values()), self.state.mesh.num_replicas)
@@ -99,7 +82,7 @@ class SavedInFlight:
         """To be read: the averages under way."""
         for index, pending in self.pending.items():
             if pending.buffer is not None:
-                yield from self._pieces(index, pending.buffer, partial(shared_key, IN_FLIGHT))
+                yield from self._tensors(index, pending.buffer, partial(shared_key, IN_FLIGHT))
 
     def at_launch(self, replica: int) -> Iterator[ShardedTensor]:
         """To be read: the masters of the saved `replica` when they set out, where it is in the average."""
@@ -108,7 +91,7 @@ class SavedInFlight:
                 continue
             if pending.at_launch is None:
                 pending.at_launch = torch.zeros_like(pending.buffer)
-            yield from self._pieces(index, pending.at_launch, partial(own_key, replica, AT_LAUNCH))
+            yield from self._tensors(index, pending.at_launch, partial(own_key, replica, AT_LAUNCH))
 
     def base(self, index: int, replica: int) -> torch.Tensor | None:
         """What the progress of the saved `replica` counts from, [numel], after `at_launch(replica)`; None: the anchor.
@@ -136,17 +119,14 @@ class SavedInFlight:
         pending = self.pending.get(index)
         return 0.0 if pending is None else pending.event.inner_lr
 
-    def _pieces(self, index: int, flat: torch.Tensor, key_of: Callable[[str], str]) -> Iterator[ShardedTensor]:
-        module = self.state.engine.modules[index]
-        for piece, view in zip(module.slices, module.views(flat), strict=True):
-            yield from self.state.pieces(key_of(piece.name), piece, view)
+    def _tensors(self, index: int, flat: torch.Tensor, key_of: Callable[[str], str]) -> Iterator[ShardedTensor]:
+        return self.state.whole_module(self.state.sync.modules[index], flat, key_of)
 
     def _left_out(self, index: int, replica: int) -> bool:
         """Whether the saved `replica` was left out of the module's average under way."""
-        return bool(self._saved["modules"][self.state.engine.modules[index].key]["left_out"][replica])
+        return bool(self._saved["modules"][self.state.sync.modules[index].key]["left_out"][replica])
 
-    def hand_over(self) -> None:
-        """The engine goes on with them."""
-        for event in self.events.values():
-            mine = {index: pending for index, pending in self.pending.items() if pending.event is event}
-            self.state.engine.state.take_up(event, mine)
+    def under_way(self) -> list[tuple[SyncEvent, list[Pending]]]:
+        """To go on with: each sync, oldest first, with its modules on this rank in forward order."""
+        pending = [self.pending[index] for index in sorted(self.pending)]
+        return [(event, [each for each in pending if each.event is event]) for event in self.events.values()]

@@ -1,53 +1,60 @@
-"""Taking up a checkpoint on this run's layout: what fits is loaded in place, what differs is named.
+"""Taking up a checkpoint on this run's layout: plan (`plan.py`), read, reconcile, resume.
 
-Any tensor, pipeline and virtual pipeline parallel size, shard size and vocabulary padding, at any iteration. Another
-number of replicas takes effect at a sync: in the middle of an interval it is made here (`resize`).
+Any tensor, pipeline and virtual pipeline parallel size, shard size and vocabulary padding, at any iteration: what fits
+is loaded in place, what differs is named (`fit.py`). Another number of replicas takes effect at a sync: in the middle
+of an interval it is made here (`resize.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_edit.checkpoint.collective import on_first_rank
 from megatron_edit.checkpoint.errors import CheckpointError
+from megatron_edit.checkpoint.fit import check_fit, weights_key
 from megatron_edit.checkpoint.folders import Candidate
 from megatron_edit.checkpoint.in_flight import SavedInFlight
+from megatron_edit.checkpoint.plan import RestorePlan, ThisRun, plan_restore
 from megatron_edit.checkpoint.resize import sync_of_saved_replicas
-from megatron_edit.checkpoint.torch_dist import ShardedTensor, read_tensors, stored_tensors
+from megatron_edit.checkpoint.torch_dist import ShardedTensor, read_tensors
 from megatron_edit.checkpoint.training_state import (
     ERROR,
-    MODEL,
     MOMENTS,
-    PER_MODULE,
     TrainingState,
-    expected_tensors,
     local_key,
     own_key,
     set_random_states,
     shared_key,
 )
-from megatron_edit.config.settings import SETTINGS
+from megatron_edit.sync.decide import Decider
+from megatron_edit.sync.modules import ModuleShard
+from megatron_edit.sync.outer_state import OuterState
 from megatron_edit.sync.trigger import WarmupError
-from megatron_edit.tables.methods import get_method
-from megatron_edit.tables.parameters import is_vocabulary
-
-_SHOWN = 12  # differences that are listed
-_GEOMETRY = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "untie_embeddings_and_output_weights", "add_qkv_bias", "add_attention_output_bias", "qk_layernorm",
-)  # fmt: skip
-_MAY_CHANGE = ("make_vocab_size_divisible_by", "transformer_impl", "model_size", "init_method_std")
 
 
 def layout_description(state: TrainingState) -> dict[str, int]:
     """The grid as it stands in the manifest, with the model chunks of each rank."""
-    return {**asdict(state.mesh.layout), "chunks": len(state.engine.chunks)}
+    return {**asdict(state.mesh.layout), "chunks": len(state.sync.chunks)}
+
+
+@dataclass
+class _Loaded:
+    """What was read beside the masters and moments, which are read in place.
+
+    outer      anchor and outer momentum, whole; None: of none
+    decider    of the saved replicas, with their detectors
+    in_flight  averages under way, and the masters when they set out
+    """
+
+    outer: OuterState | None
+    decider: Decider
+    in_flight: SavedInFlight
 
 
 @torch.no_grad()
@@ -59,95 +66,163 @@ def restore(
     `random_states`: restore every generator; possible where the replica's grid is the same, elsewhere, and on new
     replicas, they are seeded from `seed` and the iteration. Raises CheckpointError, the same on all ranks.
     """
-    saved, folder, engine = candidate.manifest.content, candidate.folder, state.engine
-    if candidate.manifest.scope == "weights":
-        raise CheckpointError(
-            f"{folder} holds weights only and cannot be resumed; --finetune starts a new run from them"
-        )
-    local_states = len(saved["replicas"])  # 1 of a compact checkpoint
-    old, new, mine = saved["layout"]["sync"], state.mesh.num_replicas, state.mesh.replica
-    source = mine % local_states
-    resized = old != new
-    has_anchor = saved["has_anchor"] and engine.method.has_anchor
-    updates = [max(replica["updates_since_sync"]) for replica in saved["replicas"]]
-    between_syncs = saved["trigger"]["warmup_end"] is not None and (any(updates) or bool(saved["in_flight"]["events"]))
-    if between_syncs and engine.method.has_anchor and not saved["has_anchor"]:
-        raise CheckpointError(
-            f"{folder}: the replicas of --edit-method {saved['method']} differ here and there is no anchor, which "
-            f"--edit-method {engine.method.name} needs: resume with {saved['method']}, or from a checkpoint at a sync"
-        )
-    remarks = _check(state, candidate, group)
-    in_flight = SavedInFlight(state, saved)
+    plan = plan_restore(candidate.manifest.content, candidate.folder, _this_run(state))
+    remarks = check_fit(state, candidate, group)
+    loaded = _read(state, candidate, plan, group)
+    trigger = _reconcile(state, candidate, plan, loaded, group)
+    _resume(state, candidate, plan, loaded, trigger)
+    if random_states:
+        _restore_random_states(state, candidate, plan, group, seed)
+    return [*remarks, *plan.remarks, *(plan.generator_remarks if random_states else ())]
 
-    from_anchor = has_anchor and (candidate.manifest.scope == "compact" or resized)
-    columns = state.detector_to_load(old) if saved["edit_modules"] == engine.config.edit_modules else {}
-    tensors = [*_local(state, MOMENTS, source), *columns.values(), *in_flight.averages()]
-    anchors: list[torch.Tensor] = []
-    momenta: list[torch.Tensor] = []
-    if has_anchor:
-        engine.state.allocate()
-        anchors, momenta = engine.state.anchor, engine.state.outer_momentum
-        tensors += [*_whole(state, "anchor", anchors), *_whole(state, "outer_momentum", momenta)]
-    if not from_anchor:
-        # at a sync, and in the warm-up, all replicas are equal
-        tensors += _local(state, ("param",), 0 if resized else source)
-    if not resized:
-        tensors += in_flight.at_launch(source)
-        tensors += _errors(state, saved, source)
-    read_tensors(folder, tensors, group)
-    if has_anchor and get_method(saved.get("method", engine.method.name)).outer_step != engine.method.outer_step:
-        for momentum in momenta:  # SlowMo's is in units of the inner learning rate, the others' in those of Delta
+
+def _this_run(state: TrainingState) -> ThisRun:
+    sync = state.sync
+    return ThisRun(
+        method=sync.method,
+        edit_modules=sync.config.edit_modules,
+        schedule_of_syncs=sync.schedule_of_syncs,
+        layout=layout_description(state),
+        num_replicas=sync.fleet.num_replicas,
+        replica=sync.fleet.replica,
+    )
+
+
+# ---- read ------------------------------------------------------------------------------------------------------------
+
+
+def _read(state: TrainingState, candidate: Candidate, plan: RestorePlan, group: dist.ProcessGroup) -> _Loaded:
+    """Masters and moments in place, and what else there is to read."""
+    saved, sync = candidate.manifest.content, state.sync
+    num_saved = saved["layout"]["sync"]
+    loaded = _Loaded(
+        outer=sync.outer_to_load() if plan.reads_anchor else None,
+        decider=sync.decider_of(num_saved),
+        in_flight=SavedInFlight(state, saved),
+    )
+    columns = state.detector_to_load(num_saved) if plan.reads_detectors else {}
+    tensors = [*_local(state, MOMENTS, plan.source), *columns.values(), *loaded.in_flight.averages()]
+    if loaded.outer is not None:
+        tensors += _whole(state, partial(shared_key, "anchor"), loaded.outer.anchors)
+        tensors += _whole(state, partial(shared_key, "outer_momentum"), loaded.outer.momenta)
+    if plan.masters is not None:
+        tensors += _local(state, ("param",), plan.masters)
+    if plan.at_launch is not None:
+        tensors += loaded.in_flight.at_launch(plan.at_launch)
+    errors = [] if plan.resized else sync.errors_to_load()
+    if plan.reads_errors:
+        tensors += _whole(state, partial(own_key, plan.source, ERROR), errors)
+    read_tensors(candidate.folder, tensors, group)
+    if columns:
+        loaded.decider.detector.load_state_dict(state.detector_state(columns))
+    return loaded
+
+
+def _local(state: TrainingState, names: tuple[str, ...], replica: int) -> Iterator[ShardedTensor]:
+    for module in state.sync.modules:
+        for piece in module.slices:
+            for name, flat in state.local_state(piece).items():
+                if name in names:
+                    yield from state.to_read(local_key(replica, name, piece.name), piece, flat)
+
+
+def _whole(state: TrainingState, key_of: Callable[[str], str], flats: list[torch.Tensor]) -> Iterator[ShardedTensor]:
+    """`flats` [numel] of each module (or []: of none), to be read into."""
+    for module, flat in zip(state.sync.modules, flats, strict=bool(flats)):
+        yield from state.whole_module(module, flat, key_of)
+
+
+# ---- reconcile -------------------------------------------------------------------------------------------------------
+
+
+def _reconcile(
+    state: TrainingState, candidate: Candidate, plan: RestorePlan, loaded: _Loaded, group: dist.ProcessGroup
+) -> dict[str, Any]:
+    """What was read becomes what this run goes on from: anchor, momentum, detectors, masters. Returns the trigger."""
+    saved, sync, outer = candidate.manifest.content, state.sync, loaded.outer
+    state.set_numbers(saved["replicas"][plan.source])
+    if outer is not None and plan.new_momentum:
+        for momentum in outer.momenta:
             momentum.zero_()
-        remarks.append(f"--edit-method was {saved['method']}: the outer momentum starts anew")
-    state.set_numbers(saved["replicas"][source])
-    detector, trigger = state.detector_state(columns) if columns else None, dict(saved["trigger"])
-    if detector is None:
-        remarks.append(
-            f"--edit-modules was {saved['edit_modules']}, is {engine.config.edit_modules}: the detectors start anew"
-        )
-    if resized and between_syncs:
-        verdict, detector = sync_of_saved_replicas(
-            state, folder, group, saved["replicas"], detector, in_flight, anchors, momenta
+    trigger = dict(saved["trigger"])
+    if plan.sync_first:
+        verdict = sync_of_saved_replicas(
+            state, candidate.folder, group, saved["replicas"], loaded.decider, loaded.in_flight, outer
         )
         trigger["syncs"] += 1
         trigger["last_sync_step"] = trigger["steps"]
-        for module in engine.modules:
-            if verdict.non_finite[source, module.index]:
-                for piece in module.slices:
-                    for name in MOMENTS:
-                        state.local_state(piece)[name].zero_()
-        remarks.append(f"{old} replicas become {new} between two syncs: the sync of the saved replicas was made now")
-    elif resized:
-        remarks.append(f"{old} replicas become {new}; all start from the same weights")
-    if resized and detector is not None:
-        detector = _resized_detector(detector, new)
-    if has_anchor:
-        engine.state.outer.set_whole(anchors, momenta)
-    for module in engine.modules:
-        if from_anchor:
-            module.write_masters(anchors[module.index].to(state.mesh.platform.device))
+        for module in sync.modules:
+            if verdict.non_finite[plan.source, module.index]:
+                _zero_moments(state, module)
+    if plan.resized:
+        loaded.decider.detector.follow(plan.kept)
+    if outer is not None:
+        sync.outer.take(outer)
+        if plan.masters is None:
+            for module in sync.modules:
+                module.write_masters(outer.anchor(module))
+                outer.release(module)
+    _write_models(state)
+    return trigger
+
+
+def _zero_moments(state: TrainingState, module: ModuleShard) -> None:
+    for piece in module.slices:
+        moments = state.local_state(piece)
+        for name in MOMENTS:
+            moments[name].zero_()
+
+
+def _write_models(state: TrainingState) -> None:
+    """This rank's shard of the model's own weights := the masters."""
+    for module in state.sync.modules:
         for piece in module.slices:
             piece.model.copy_(piece.master)
-    keeps_interval = not resized and not from_anchor
+
+
+# ---- resume ----------------------------------------------------------------------------------------------------------
+
+
+def _resume(
+    state: TrainingState, candidate: Candidate, plan: RestorePlan, loaded: _Loaded, trigger: dict[str, Any]
+) -> None:
+    """The sync goes on from it."""
+    replica = candidate.manifest.content["replicas"][plan.source]
     try:
-        engine.state.load(
+        state.sync.load(
             trigger,
-            detector=detector,
-            updates_since_sync=saved["replicas"][source]["updates_since_sync"] if keeps_interval else (),
-            steps_since_average=saved["replicas"][source]["steps_since_average"] if keeps_interval else 0,
+            detectors=loaded.decider.detector.state_dict(),
+            updates_since_sync=replica["updates_since_sync"] if plan.keeps_interval else (),
+            steps_since_average=replica["steps_since_average"] if plan.keeps_interval else 0,
+            inner_lr=replica["inner_lr"],
         )
     except WarmupError as error:
-        raise CheckpointError(f"{folder}, --edit-warmup-steps: {error}") from error
-    engine.resume(has_anchor=has_anchor)
-    if keeps_interval and in_flight.events:
-        in_flight.hand_over()
-        if saved["in_flight"]["schedule"] != engine.state.schedule_of_syncs and engine.method.placement != "round":
-            engine.state.apply_under_way()
-            remarks.append("the schedule of the syncs is another one: the averages under way were applied now")
-    _gather_model(state)
-    if random_states:
-        remarks += _restore_random_states(state, candidate, group, seed)
-    return remarks
+        raise CheckpointError(f"{candidate.folder}, --edit-warmup-steps: {error}") from error
+    state.sync.resume(
+        has_anchor=plan.reads_anchor,
+        under_way=loaded.in_flight.under_way() if plan.keeps_interval else (),
+        apply_now=plan.apply_now,
+    )
+
+
+def _restore_random_states(
+    state: TrainingState, candidate: Candidate, plan: RestorePlan, group: dist.ProcessGroup, seed: int
+) -> None:
+    """Of ranks whose replica was there with the same grid; the others are seeded anew."""
+    tensors = state.random_states_to_load() if plan.own_generators else {}
+    read_tensors(candidate.folder, tensors.values(), group)
+    if plan.own_generators:
+        set_random_states({name: _data(tensor) for name, tensor in tensors.items()})
+    else:
+        state.mesh.seed_dropout(seed + candidate.manifest.iteration)
+
+
+def _data(tensor: ShardedTensor) -> torch.Tensor:
+    assert tensor.data is not None
+    return tensor.data
+
+
+# ---- weights alone ---------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -158,157 +233,18 @@ def restore_weights(
 
     `iteration`: where the run goes on; 0 for a new one. Collective; raises CheckpointError, the same on all ranks.
     """
-    remarks = _check(state, candidate, group, weights_only=True)
+    remarks = check_fit(state, candidate, group, weights_only=True)
     tensors = [
         tensor
-        for module in state.engine.modules
+        for module in state.sync.modules
         for piece in module.slices
-        for tensor in state.pieces(_weights_key(candidate, piece.name), piece, _emptied(piece.name, piece.master))
+        for tensor in state.to_read(weights_key(candidate, piece.name), piece, piece.master)
     ]
     read_tensors(candidate.folder, tensors, group)
-    for module in state.engine.modules:
-        for piece in module.slices:
-            piece.model.copy_(piece.master)
-    state.engine.state.load({"steps": iteration, "syncs": 0, "warmup_end": None})
-    state.engine.resume()
-    _gather_model(state)
+    _write_models(state)
+    state.sync.load({"steps": iteration, "syncs": 0, "warmup_end": None})
+    state.sync.resume()
     return remarks
-
-
-def _weights_key(candidate: Candidate, name: str) -> str:
-    if candidate.manifest.scope == "weights":
-        return MODEL + name
-    return shared_key("anchor", name) if candidate.manifest.content["has_anchor"] else local_key(0, "param", name)
-
-
-def _local(state: TrainingState, names: tuple[str, ...], replica: int) -> Iterator[ShardedTensor]:
-    for module in state.engine.modules:
-        for piece in module.slices:
-            for name, flat in state.local_state(piece).items():
-                if name in names:
-                    yield from state.pieces(local_key(replica, name, piece.name), piece, _emptied(piece.name, flat))
-
-
-def _whole(state: TrainingState, name: str, flats: list[torch.Tensor]) -> Iterator[ShardedTensor]:
-    """`flats` [numel] of each module, to be read as the shared state `name`."""
-    for module, flat in zip(state.engine.modules, flats, strict=True):
-        for piece, view in zip(module.slices, module.views(flat), strict=True):
-            yield from state.pieces(shared_key(name, piece.name), piece, _emptied(piece.name, view))
-
-
-def _errors(state: TrainingState, saved: dict[str, Any], replica: int) -> Iterator[ShardedTensor]:
-    """What compression still owes, where both runs compress; a new run owes nothing."""
-    errors = state.engine.state.errors
-    errors.allocate()
-    if saved["has_errors"]:
-        for module, flat in zip(state.engine.modules, errors.tensors, strict=False):
-            for piece, view in zip(module.slices, module.views(flat), strict=True):
-                yield from state.pieces(own_key(replica, ERROR, piece.name), piece, _emptied(piece.name, view))
-
-
-def _emptied(name: str, flat: torch.Tensor) -> torch.Tensor:
-    """`flat`; with zeros where the padding of the vocabulary may lie, which is not in the checkpoint."""
-    return flat.zero_() if is_vocabulary(name) else flat
-
-
-def _gather_model(state: TrainingState) -> None:
-    for chunk in state.engine.chunks:
-        chunk.start_param_sync(force_sync=True)
-
-
-def _resized_detector(detector: dict[str, torch.Tensor], num_replicas: int) -> dict[str, torch.Tensor]:
-    """Columns of replicas that stay; those of new replicas are empty."""
-    resized = {}
-    for field, value in detector.items():
-        if field == PER_MODULE:
-            resized[field] = torch.zeros_like(value)  # counted among other replicas
-        else:
-            resized[field] = value.new_zeros(num_replicas, value.shape[1])
-            kept = min(num_replicas, value.shape[0])
-            resized[field][:kept] = value[:kept]
-    return resized
-
-
-def _restore_random_states(
-    state: TrainingState, candidate: Candidate, group: dist.ProcessGroup, seed: int
-) -> list[str]:
-    """Of ranks whose replica was there with the same grid; the others are seeded anew."""
-    saved = candidate.manifest.content
-    own, theirs = layout_description(state), dict(saved["layout"])
-    own_replicas = own.pop("sync")
-    theirs.pop("sync")
-    same_grid = own == theirs
-    known = same_grid and state.mesh.replica < len(saved["replicas"])
-    tensors = state.random_states_to_load() if known else {}
-    read_tensors(candidate.folder, tensors.values(), group)
-    if known:
-        set_random_states({name: _data(tensor) for name, tensor in tensors.items()})
-    else:
-        state.mesh.seed_dropout(seed + candidate.manifest.iteration)
-    if not same_grid:
-        return ["the replica's grid is another one: generators (dropout) are seeded anew"]
-    if own_replicas > len(saved["replicas"]):
-        return [f"generators (dropout) of replicas from {len(saved['replicas'])} on are seeded anew"]
-    return []
-
-
-def _data(tensor: ShardedTensor) -> torch.Tensor:
-    assert tensor.data is not None
-    return tensor.data
-
-
-# ---- does it fit? ----------------------------------------------------------------------------------------------
-
-
-def _check(
-    state: TrainingState, candidate: Candidate, group: dist.ProcessGroup, *, weights_only: bool = False
-) -> list[str]:
-    """Remarks on settings that differ; CheckpointError with every tensor that does."""
-    differences, remarks = on_first_rank(lambda: _differences(state, candidate, weights_only), group)
-    if differences:
-        more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-        raise CheckpointError(
-            f"{candidate.folder} does not fit this run's model:\n  " + "\n  ".join(differences[:_SHOWN]) + more
-        )
-    return remarks
-
-
-def _differences(state: TrainingState, candidate: Candidate, weights_only: bool) -> tuple[list[str], list[str]]:
-    saved, stored = candidate.manifest.content, stored_tensors(candidate.folder)
-    own = asdict(state.model)
-    differences = [
-        f"{name}: expected {own[name]}, found {found}"
-        for name in _GEOMETRY
-        if own[name] != (found := saved["model"].get(name, SETTINGS[name].default))  # of before the setting was there
-    ]
-    if saved["vocab_size"] != state.vocab_size:
-        differences.append(f"vocabulary: expected {state.vocab_size}, found {saved['vocab_size']}")
-    if weights_only:
-        expected = {_weights_key(candidate, name): shape for name, shape in state.shapes.items()}
-    else:
-        expected = expected_tensors(saved, state.shapes)
-    for name, shape in expected.items():
-        if name not in stored:
-            differences.append(f"{name}: expected {list(shape)}, not found")
-        elif stored[name].shape != shape:
-            differences.append(f"{name}: expected {list(shape)}, found {list(stored[name].shape)}")
-        elif not stored[name].complete:
-            differences.append(f"{name}: expected {list(shape)}, found {stored[name].elements_written} of its elements")
-    # of another model's parameters one state is enough to name them
-    prefix = _weights_key(candidate, "")
-    differences += [
-        f"{name}: not expected, found {list(stored[name].shape)}"
-        for name in sorted(stored)
-        if name.startswith(prefix) and name.removeprefix(prefix) not in state.shapes
-    ]
-    # a converted model had no samples: its seq_length is a proposal
-    may_change = (*_MAY_CHANGE, *(("seq_length",) if "converted_from" in saved else ()))
-    remarks = [
-        f"{name} was {saved['model'][name]} when it was saved, and is {own[name]} now"
-        for name in own
-        if name not in (*_GEOMETRY, *may_change) and own[name] != saved["model"].get(name, own[name])
-    ]
-    return differences, remarks
 
 
 def describe_candidate(folder: Path, content: dict[str, Any]) -> str:

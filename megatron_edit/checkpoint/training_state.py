@@ -27,10 +27,10 @@ from megatron_edit.checkpoint.blocks import blocks_of
 from megatron_edit.checkpoint.torch_dist import ShardedTensor, block_of, whole_tensor
 from megatron_edit.checkpoint.writer import Checkpoint
 from megatron_edit.config.schema import ModelConfig
-from megatron_edit.sync.engine import SyncEngine
 from megatron_edit.sync.event import Pending
 from megatron_edit.sync.modules import ModuleShard, ShardSlice
-from megatron_edit.tables.parameters import EMBEDDING, full_parameter_shapes, module_key
+from megatron_edit.sync.state import SyncState
+from megatron_edit.tables.parameters import EMBEDDING, full_parameter_shapes, is_vocabulary, module_key
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LOCAL = ("param", *MOMENTS)
@@ -92,12 +92,11 @@ class TrainingState:
     """This rank's share of the state: views for saving and for loading in place."""
 
     def __init__(
-        self, engine: SyncEngine, optimizer: MegatronOptimizer, model: ModelConfig, vocab_size: int
+        self, sync: SyncState, optimizer: MegatronOptimizer, model: ModelConfig, vocab_size: int
     ) -> None:
-        self.engine = engine
-        self.sync = engine.state
+        self.sync = sync
         self.optimizer = optimizer
-        self.mesh = engine.mesh
+        self.mesh = sync.mesh
         self.model = model
         self.vocab_size = vocab_size
         self.shapes = full_parameter_shapes(model, vocab_size)  # of the whole model
@@ -109,7 +108,7 @@ class TrainingState:
         }
         self._inner = {  # the torch optimizer that steps each piece
             id(piece.optimizer_parameter): owners[id(piece.optimizer_parameter)].optimizer
-            for module in engine.modules
+            for module in sync.modules
             for piece in module.slices
         }
 
@@ -125,10 +124,10 @@ class TrainingState:
         `scope`: "full"; "compact": replica 0's moments for all, and no masters where there is an anchor, as at a
         sync they are equal; "weights": masters of replica 0 as `model.<name>` in the model's dtype.
         """
-        mesh, engine = self.mesh, self.engine
-        shared = [] if scope == "weights" else [self.sync.anchor, self.sync.outer_momentum]
+        mesh, sync = self.mesh, self.sync
+        shared = [] if scope == "weights" else [sync.anchor, sync.outer_momentum]
         under_way = self._pending()
-        for module in engine.modules:
+        for module in sync.modules:
             for piece in module.slices:
                 if not self._is_written(piece):
                     continue
@@ -138,16 +137,16 @@ class TrainingState:
                     continue
                 if scope == "full" or mesh.replica == 0:
                     for state, flat in self.local_state(piece).items():
-                        if not (state == "param" and scope == "compact" and self.sync.has_anchor):
+                        if not (state == "param" and scope == "compact" and sync.has_anchor):
                             yield from self.pieces(local_key(mesh.replica, state, piece.name), piece, flat)
             if scope == "weights":
                 continue
             writes_shared = module.index % mesh.num_replicas == mesh.replica
-            if self.sync.has_anchor and writes_shared:
+            if sync.has_anchor and writes_shared:
                 for state, whole in zip(SHARED, shared, strict=True):
                     yield from self._written(module, whole[module.index], partial(shared_key, state))
             yield from self._in_flight_to_save(module, under_way.get(module.index), writes_shared)
-            owed = self.sync.errors.of(module)
+            owed = sync.errors.of(module)
             if owed is not None and (scope == "full" or mesh.replica == 0):
                 yield from self._written(module, owed, partial(own_key, mesh.replica, ERROR))
         if scope == "weights":
@@ -165,6 +164,20 @@ class TrainingState:
         for piece, view in zip(module.slices, module.views(flat), strict=True):
             if self._is_written(piece):
                 yield from self.pieces(key_of(piece.name), piece, view)
+
+    def whole_module(
+        self, module: ModuleShard, flat: torch.Tensor, key_of: Callable[[str], str]
+    ) -> Iterator[ShardedTensor]:
+        """`flat` [numel of the module], to be read into: under each parameter's key.
+
+        Its padding of the vocabulary, which is not in a checkpoint, becomes zeros.
+        """
+        for piece, view in zip(module.slices, module.views(flat), strict=True):
+            yield from self.to_read(key_of(piece.name), piece, view)
+
+    def to_read(self, key: str, piece: ShardSlice, flat: torch.Tensor) -> Iterator[ShardedTensor]:
+        """As `pieces`, to be read into; zeros where the padding of the vocabulary may lie."""
+        return self.pieces(key, piece, flat.zero_() if is_vocabulary(piece.name) else flat)
 
     def _pending(self) -> dict[int, Pending]:
         """Modules whose sync is under way, by index."""
@@ -211,10 +224,10 @@ class TrainingState:
     # ---- detectors -------------------------------------------------------------------------------------------------
 
     def _detector_to_save(self) -> Iterator[ShardedTensor]:
-        for module in self.engine.modules:
+        for module in self.sync.modules:
             if module.key == "embedding" and not self.mesh.is_first_stage:
                 continue
-            for field, value in self.sync.decider.detector.state_dict().items():
+            for field, value in self.sync.detectors.items():
                 column = value[module.index : module.index + 1] if field == PER_MODULE else value[:, module.index]
                 yield whole_tensor(f"edit.detector.{module.key}.{field}", column.clone())
 
@@ -225,15 +238,15 @@ class TrainingState:
                 f"edit.detector.{module.key}.{field}",
                 torch.zeros(1 if field == PER_MODULE else num_replicas, dtype=value.dtype),
             )
-            for module in self.engine.modules
-            for field, value in self.sync.decider.detector.state_dict().items()
+            for module in self.sync.modules
+            for field, value in self.sync.detectors.items()
         }
 
     def detector_state(self, columns: dict[str, ShardedTensor]) -> dict[str, torch.Tensor]:
         """`AnomalyDetector.state_dict()` from loaded columns: [R, M] each, [M] of majority_streak."""
         state = {}
-        for field in self.sync.decider.detector.state_dict():
-            parts = [columns[f"{module.key}.{field}"].data for module in self.engine.modules]
+        for field in self.sync.detectors:
+            parts = [columns[f"{module.key}.{field}"].data for module in self.sync.modules]
             assert all(part is not None for part in parts)
             state[field] = torch.cat(parts) if field == PER_MODULE else torch.stack(parts, dim=1)
         return state
@@ -257,9 +270,7 @@ class TrainingState:
         """Counters as JSON, the same on all ranks. Collective over `group`, all ranks."""
         mine = {
             "adam_step": self._adam_step(),
-            "updates_since_sync": self.sync.counts.of_fragments,
-            "steps_since_average": self.sync.steps_since_average,
-            "inner_lr": self.sync.counts.inner_lr,
+            **self.sync.replica_numbers(),
             "grad_scalers": [
                 None
                 if part.grad_scaler is None
@@ -274,10 +285,7 @@ class TrainingState:
         dist.all_gather_object(gathered, (mine, self._modules_in_flight()), group=group)
         leaders = [ranks[0] for ranks in self.mesh.layout.replicas()]
         return {
-            "trigger": self.sync.trigger.state_dict(),
-            "has_anchor": self.sync.has_anchor,
-            "has_errors": bool(self.sync.errors.tensors),
-            "edit_modules": self.sync.config.edit_modules,
+            **self.sync.numbers(),
             "in_flight": {
                 "events": [
                     {
@@ -299,7 +307,7 @@ class TrainingState:
         modules = {}
         for pending in self._pending().values():
             decision, m = pending.event.decision, pending.module
-            modules[self.engine.modules[m].key] = {
+            modules[self.sync.modules[m].key] = {
                 "event": decision.index,
                 "rolled_back": pending.rolled_back,
                 "delayed": pending.event.apply_after is not None,
@@ -312,8 +320,7 @@ class TrainingState:
 
     def set_numbers(self, replica: dict[str, Any]) -> None:
         """Adam's step and loss scale of this rank from an entry of `numbers()["replicas"]`."""
-        self.sync.counts.inner_lr = replica["inner_lr"]
-        for module in self.engine.modules:
+        for module in self.sync.modules:
             for piece in module.slices:
                 inner = self._inner[id(piece.optimizer_parameter)]
                 if _counts_per_parameter(inner):  # a tensor each: Adam advances it in place per parameter

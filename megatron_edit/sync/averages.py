@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from megatron_edit.config.schema import EditConfig
 from megatron_edit.parallel.mesh import Mesh
@@ -22,9 +21,8 @@ from megatron_edit.sync.event import Pending, SyncEvent
 from megatron_edit.sync.fleet import Fleet
 from megatron_edit.sync.inner_moments import InnerMoments
 from megatron_edit.sync.modules import ModuleShard
-from megatron_edit.sync.outer import OUTER_STEPS, OuterSettings
 from megatron_edit.sync.outer_state import OuterState
-from megatron_edit.sync.penalty import clip_coefficient
+from megatron_edit.sync.outer_update import OuterUpdate
 from megatron_edit.sync.reducers import generator_of, sparsify_
 from megatron_edit.sync.trigger import Trigger
 from megatron_edit.tables.methods import Method
@@ -48,6 +46,7 @@ class ModuleAverages:
         modules: list[ModuleShard],
         trigger: Trigger,
         outer_state: OuterState,
+        update: OuterUpdate,
         errors: ErrorFeedback,
         buffers: BufferPool,
         inner_moments: InnerMoments,
@@ -58,7 +57,7 @@ class ModuleAverages:
         self.modules = modules
         self.observer = observer
         self._config, self._method, self._mesh, self._fleet = config, method, mesh, fleet
-        self._trigger, self._outer, self._errors = trigger, outer_state, errors
+        self._trigger, self._outer, self._update, self._errors = trigger, outer_state, update, errors
         self._buffers, self._inner_moments = buffers, inner_moments
         self._seed = seed
 
@@ -168,10 +167,8 @@ class ModuleAverages:
         assert pending.buffer is not None
         if not self._method.has_anchor:
             return pending.buffer
-        beta = self.clip_coefficient_of(module, pending.buffer)
+        beta = self._update(module, self._outer, pending.buffer, pending.event.inner_lr)
         pending.event.clip_coefficients[module.index] = beta
-        anchor, momentum, part = self._outer.update(module)
-        self.outer_step(anchor, momentum, pending.buffer[part], beta, pending.event.inner_lr)
         return self._outer.updated(module)
 
     def _write_masters(self, module: ModuleShard, synchronised: torch.Tensor, pending: Pending) -> None:
@@ -192,36 +189,6 @@ class ModuleAverages:
     def prefetch(self, module: ModuleShard, *, momentum: bool = False) -> None:
         """The anchor (and the momentum) of `module` will be read soon."""
         self._outer.prefetch(module, momentum=momentum)
-
-    def outer_step(
-        self,
-        anchor: torch.Tensor,
-        momentum: torch.Tensor,
-        averaged: torch.Tensor,
-        beta: torch.Tensor | float,
-        inner_lr: float,
-    ) -> None:
-        """The method's outer step, in place on flat shards; `averaged` is overwritten."""
-        config = self._config
-        assert config.edit_outer_lr is not None and config.edit_outer_momentum is not None
-        settings = OuterSettings(
-            outer_lr=config.edit_outer_lr,
-            outer_momentum=config.edit_outer_momentum,
-            inner_lr=inner_lr,
-            gap_penalty=config.edit_co2_gap_penalty,
-            momentum_clip=config.edit_co2_momentum_clip,
-        )
-        OUTER_STEPS[self._method.outer_step](anchor, momentum, averaged, beta, settings)
-
-    def clip_coefficient_of(self, module: ModuleShard, averaged: torch.Tensor) -> torch.Tensor:
-        """beta of an averaged pseudo gradient [numel], 0-d fp64 on the device; the host does not wait for it."""
-        phi = self._config.edit_pseudo_grad_clip
-        if not phi:
-            return torch.ones((), dtype=torch.float64, device=averaged.device)
-        squares = module.counted_square_sum(averaged)
-        if self._mesh.norm_group.size() > 1:
-            dist.all_reduce(squares, group=self._mesh.norm_group)
-        return clip_coefficient(squares.sqrt(), phi)
 
     def _observe(self, event: str, module: ModuleShard) -> None:
         if self.observer is not None:

@@ -35,6 +35,7 @@ from megatron_edit.sync.modules import (
 )
 from megatron_edit.sync.notices import IdleWatch, SyncWarnings
 from megatron_edit.sync.outer_state import build_outer_state
+from megatron_edit.sync.outer_update import OuterUpdate
 from megatron_edit.sync.placements import Placement, build_placement
 from megatron_edit.sync.state import SyncState
 from megatron_edit.sync.tied import TiedCopies
@@ -76,7 +77,6 @@ class SyncEngine:
         self.fleet: Fleet = FixedFleet(_transport(config, mesh))
         self.buffers = BufferPool(mesh.platform.device)
         self.last_decision: SyncDecision | None = None
-        self._reducer = reducer
         self._finished: list[SyncEvent] = []  # complete; their times are read when the device has done the step
         tied = TiedCopies(mesh, chunks, self.modules)
         told_elsewhere = [tied.is_copy(module) and not mesh.is_first_stage for module in self.modules]
@@ -94,12 +94,13 @@ class SyncEngine:
             sharded=self.method.shards_over_sync,
             on_host=config.edit_cpu_offload,
         )
+        update = OuterUpdate(config, self.method, mesh.norm_group)
         errors = ErrorFeedback(
             self.modules, mesh.platform.device, compresses=self.fleet.transport.codec is not None
         )
         self.averages = ModuleAverages(
-            config, self.method, mesh, self.fleet, self.modules, self.trigger, outer_state, errors, self.buffers,
-            inner_moments, seed=seed, observer=observer,
+            config, self.method, mesh, self.fleet, self.modules, self.trigger, outer_state, update, errors,
+            self.buffers, inner_moments, seed=seed, observer=observer,
         )  # fmt: skip
         self.exchange = Exchange(
             config, self.method, mesh, self.fleet, self.averages, outer_state, self.buffers, inner_moments, counts,
@@ -109,12 +110,10 @@ class SyncEngine:
             config, self.method, self.averages, self._finished, chunks, self.trigger
         )
         self.state = SyncState(
-            config, self.method, self.fleet, self.modules, self.trigger, counts, decider, outer_state, errors,
-            self.placement,
+            config, self.method, mesh, self.fleet, chunks, self.modules, self.trigger, counts, decider, outer_state,
+            update, errors, self.placement, self.buffers, reducer,
         )  # fmt: skip
-        self._reducer.enabled = self.trigger.in_warmup and self.fleet.num_replicas > 1
-        if not self.trigger.in_warmup:
-            self._leave_warmup()
+        self.state.start()
 
     # ---- called by the trainer -------------------------------------------------------------------------------
 
@@ -127,21 +126,6 @@ class SyncEngine:
     def equal_steps(self) -> bool:
         """Whether all replicas take the next step together; in the warm-up they do with every method."""
         return self.method.equal_steps or self.synchronous
-
-    @torch.no_grad()
-    def resume(self, *, has_anchor: bool = False) -> None:
-        """Goes on when a checkpoint has been read into masters and `state`; `has_anchor`: an anchor was among it.
-
-        Without one, outside the warm-up, the masters become it. Collective over the replicas.
-        """
-        self._reducer.enabled = self.trigger.in_warmup and self.fleet.num_replicas > 1
-        if self.trigger.in_warmup:
-            return
-        if self.method.has_anchor and not has_anchor:
-            self._leave_warmup()
-        else:
-            self.state.errors.allocate()
-            self._allocate_buffers()
 
     @torch.no_grad()
     def after_step(self, updated: bool = True, *, learning_rate: float = 0.0, asked: bool = False) -> Meeting | None:
@@ -158,7 +142,7 @@ class SyncEngine:
         step = self.trigger.advance(asked)
         self.placement.after_step(step.step)
         if step.set_anchor:
-            self._leave_warmup()
+            self.state.leave_warmup()
         return self._sync(step.due, steps, self.placement) if step.due else None
 
     @torch.no_grad()
@@ -255,32 +239,6 @@ class SyncEngine:
             self._idle.after_sync(decision)
             placement.begin(outcome.event, outcome.pending)
         return outcome.meeting
-
-    def _leave_warmup(self) -> None:
-        """anchor := parameters, those of replica 0 everywhere: bit-equal even where kernels round differently."""
-        self._reducer.enabled = False
-        self.state.counts.launched(range(self.trigger.num_fragments))
-        self.state.counts.steps_at_average = self.trigger.steps
-        self.state.allocate()
-        for module in self.modules:
-            flat = self.buffers.take(module.numel)
-            module.copy_masters_to(flat)
-            self.fleet.transport.broadcast(flat)
-            module.write_masters(flat)
-            if self.method.has_anchor:
-                self.state.outer.set_anchor(module, flat)
-            self.buffers.give_back(flat)
-        self._allocate_buffers()
-
-    def _allocate_buffers(self) -> None:
-        """All that a sync takes, now: so the memory is known from the start, and no step allocates."""
-        sizes = [
-            [module.numel for module in self.modules if module.fragment == fragment]
-            for fragment in range(self.trigger.num_fragments)
-        ]
-        with_moments = self.config.edit_inner_moments == "average"
-        for sizes_at_once in self.placement.buffers_at_once(sizes, with_moments):
-            self.buffers.hold_at_once(sizes_at_once)
 
     def _fragments_with_updates(self) -> tuple[int, ...]:
         """Those that some replica has updated since their last sync; all where a mixture left replicas apart."""

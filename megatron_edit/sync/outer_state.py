@@ -59,8 +59,12 @@ class OuterState:
         """anchor := flat [numel] on the device."""
         self._anchors[module.index].copy_(flat)
 
-    def set_whole(self, anchors: list[torch.Tensor], momenta: list[torch.Tensor]) -> None:
-        """Takes up what `anchors` and `momenta` gave, after it was changed in place."""
+    def whole(self) -> OuterState:
+        """Both as whole tensors, of unknown values, for a checkpoint to be read into; `take` is to follow."""
+        return self
+
+    def take(self, whole: OuterState) -> None:
+        """Takes up what `whole` gave, after it was changed in place."""
 
     def prefetch(self, module: ModuleShard, *, momentum: bool = False) -> None:
         """See the module's text."""
@@ -216,9 +220,15 @@ class ShardedOuterState(OuterState):
         gather = self._fleet.transport.all_gather_parts
         return [gather(self._momenta[module.index])[: module.numel] for module in self.modules]
 
-    def set_whole(self, anchors: list[torch.Tensor], momenta: list[torch.Tensor]) -> None:
+    def whole(self) -> OuterState:
+        """See OuterState; on the device."""
+        whole = OuterState(self.modules, self.platform)
+        whole.allocate()
+        return whole
+
+    def take(self, whole: OuterState) -> None:
         """Takes this replica's parts of whole tensors."""
-        for module, anchor, momentum in zip(self.modules, anchors, momenta, strict=True):
+        for module, anchor, momentum in zip(self.modules, whole.anchors, whole.momenta, strict=True):
             part = self._part(module, self._fleet.replica)
             self._own(module, self._anchors[module.index]).copy_(anchor[part])
             self._own(module, self._momenta[module.index]).copy_(momentum[part])

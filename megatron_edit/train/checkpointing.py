@@ -69,7 +69,7 @@ class RunCheckpoints:
         self._group = replica.mesh.checkpoint_group
         self._say = say
         self._vocab_size = vocab_size
-        self.state = TrainingState(replica.engine, replica.optimizer, config.model, vocab_size)
+        self.state = TrainingState(replica.engine.state, replica.optimizer, config.model, vocab_size)
         self._saved_iteration: int | None = None
         self._is_due = False
         self._writer: CheckpointWriter | None = None

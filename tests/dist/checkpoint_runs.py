@@ -57,7 +57,7 @@ def _run(rank: int, world_size: int, part: Part) -> PartRecord:
     config = tiny_config(world_size, **{"train_iters": ITERATIONS, **part.settings})
     replica = tiny_replica(config)
     mesh, group = replica.mesh, replica.mesh.checkpoint_group
-    state = TrainingState(replica.engine, replica.optimizer, config.model, VOCABULARY)
+    state = TrainingState(replica.engine.state, replica.optimizer, config.model, VOCABULARY)
     record = PartRecord()
     if part.load is not None:
         candidate = find_checkpoint(part.load, group, say=record.remarks.append)

@@ -60,7 +60,7 @@ def test_megatron_cores_own_loader_reads_it(saved: Path) -> None:
 def test_a_tensor_that_is_not_written_as_a_whole_is_no_checkpoint(tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> str:
         replica = tiny_replica(tiny_config(world_size, edit_num_replicas=1))
-        state = TrainingState(replica.engine, replica.optimizer, replica.config.model, VOCABULARY)
+        state = TrainingState(replica.engine.state, replica.optimizer, replica.config.model, VOCABULARY)
         group = replica.mesh.checkpoint_group
         writer = CheckpointWriter(tmp_path, group, say=print)
         content = {"iteration": 1, "scope": "full", **state.numbers(group)}
@@ -89,7 +89,7 @@ def test_every_rank_gets_its_own_generators_back(tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         config = tiny_config(world_size, **TP2)
         replica = tiny_replica(config)
-        state = TrainingState(replica.engine, replica.optimizer, config.model, VOCABULARY)
+        state = TrainingState(replica.engine.state, replica.optimizer, config.model, VOCABULARY)
 
         def draw() -> None:
             torch.rand(rank + 1)
@@ -121,7 +121,7 @@ def test_the_loss_scale_is_kept(tmp_path: Path) -> None:
         replica = tiny_replica(config)
         (part,) = replica.optimizer.chained_optimizers
         part.grad_scaler = DynamicGradScaler(2.0**16, 1.0, 2.0, 0.5, 4, 2)
-        state = TrainingState(replica.engine, replica.optimizer, config.model, VOCABULARY)
+        state = TrainingState(replica.engine.state, replica.optimizer, config.model, VOCABULARY)
         for _ in range(2 + rank):
             part.grad_scaler.update(rank == 1)
         before = part.grad_scaler.state_dict()

@@ -136,7 +136,7 @@ def steps_from_to(
 ) -> tuple[list[int], dict[str, str]]:
     """(iterations at which a sync was decided, hashes at the end). Goes on from `folder` and writes to it."""
     replica = tiny_replica(run.config)
-    state = TrainingState(replica.engine, replica.optimizer, run.config.model, VOCABULARY)
+    state = TrainingState(replica.engine.state, replica.optimizer, run.config.model, VOCABULARY)
     groups = replica.optimizer.param_groups
     assert {group.get("wd_mult", 1.0) for group in groups} == {0.0, 1.0}, "decayed and undecayed groups"
     if first > 1:

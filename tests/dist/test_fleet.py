@@ -98,7 +98,7 @@ def end_of(replica: Replica) -> End:
 def lose_replicas(rank: int, world_size: int, job: Job) -> End | None:
     engine_module.FixedFleet = ChangingFleet  # type: ignore[misc]
     replica = tiny_replica(job.config(world_size))
-    state = TrainingState(replica.engine, replica.optimizer, job.config(world_size).model, VOCABULARY)
+    state = TrainingState(replica.engine.state, replica.optimizer, job.config(world_size).model, VOCABULARY)
     train(replica, job.config(world_size), replica.mesh, range(1, CHANGE_AT + 1))
     save(replica, state, job.folder, CHANGE_AT)
     replica.engine.take_results()
@@ -116,7 +116,7 @@ def lose_replicas(rank: int, world_size: int, job: Job) -> End | None:
 def start_smaller(rank: int, world_size: int, job: Job) -> End:
     config = job.config(world_size)
     replica = tiny_replica(config)
-    state = TrainingState(replica.engine, replica.optimizer, config.model, VOCABULARY)
+    state = TrainingState(replica.engine.state, replica.optimizer, config.model, VOCABULARY)
     candidate = find_checkpoint(job.folder, replica.mesh.checkpoint_group, say=print)
     assert candidate is not None
     restore(state, candidate, replica.mesh.checkpoint_group, random_states=True, seed=config.training.seed)

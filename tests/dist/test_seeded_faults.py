@@ -36,12 +36,12 @@ def with_fault(run: Run, fault: Fault) -> list[RankRecord]:
 
 def reduces_gradients_over_replicas(replica: Replica) -> None:
     """The gradient reduce of warm-up and baseline is never skipped."""
-    replica.engine._reducer.enabled = True
+    replica.engine.state.reducer.enabled = True
 
 
 def averages_gradients_over_replicas(replica: Replica) -> None:
     """The same with the tokens counted over the replicas too: the right gradient of the wrong method."""
-    replica.engine._reducer.enabled = True
+    replica.engine.state.reducer.enabled = True
     type(replica.engine).synchronous = property(lambda engine: True)  # type: ignore[assignment, method-assign]
 
 
