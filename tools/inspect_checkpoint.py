@@ -19,6 +19,7 @@ import torch
 
 from megatron_edit.checkpoint import inspect
 from megatron_edit.checkpoint.errors import CheckpointError
+from megatron_edit.checkpoint.folders import FINAL, complete_checkpoint
 from megatron_edit.checkpoint.manifest import MANIFEST
 from megatron_edit.config.paths import PathParser
 
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("directory", type=Path, help="folder of checkpoints, or one checkpoint")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to look at")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
-    parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    parser.add_argument("--verify", action="store_true", help="read every file, of final/ too, and compare its checksum")
     parser.add_argument("--compare", type=Path, metavar="OTHER", help="compare with this one, tensor by tensor")
     parser.add_argument("--dump-replica", nargs=2, metavar=("I", "FILE"), help="torch.save one replica's state")
     arguments = parser.parse_args(argv)
@@ -52,9 +53,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
         _print(inspect.tensor_lines(candidate))
     code = 0
     if arguments.verify:
-        problems = inspect.verify(candidate)
-        _print(problems or [f"verified: {len(candidate.manifest.files)} files, every tensor complete"])
-        code = 1 if problems else code
+        folders = [candidate.folder]
+        if arguments.ckpt_step is None and (directory / FINAL).is_dir():  # what is exported and fine-tuned
+            folders.append(directory / FINAL)
+        for folder in folders:
+            code = max(code, _verify(folder))
     if arguments.compare is not None:
         other = inspect.choose(arguments.compare, None)
         equal = True
@@ -69,6 +72,17 @@ def _inspect(arguments: argparse.Namespace) -> int:
         torch.save(inspect.replica_state(candidate, int(index)), file)
         print(f"wrote replica {index} to {file}")
     return code
+
+
+def _verify(folder: Path) -> int:
+    """Prints what is wrong with one checkpoint; returns the exit code."""
+    try:
+        candidate = complete_checkpoint(folder)
+        problems = inspect.verify(candidate)
+    except CheckpointError as error:
+        problems = [str(error)]
+    _print(problems or [f"verified: {len(candidate.manifest.files)} files of {folder}, every tensor complete"])
+    return 1 if problems else 0
 
 
 def _print(lines: list[str]) -> None:

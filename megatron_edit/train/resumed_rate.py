@@ -65,7 +65,9 @@ def change_of_batch(saved: BatchSchedule, flags: BatchSchedule, consumed_samples
     theirs, ours = (next(iter(batch.stretches(consumed_samples)))[1] for batch in (saved, flags))
     if list(saved.stretches(consumed_samples)) == list(flags.stretches(consumed_samples)):
         return []
-    return [f"global batch {theirs} -> {ours}" if theirs != ours else f"global batch {ours} now, later others"]
+    if theirs == ours:
+        return [f"global batch {ours} as in the checkpoint, but later ones differ"]
+    return [f"global batch {theirs} -> {ours}"]
 
 
 def describe_change(

@@ -202,6 +202,23 @@ def test_the_tool_lists_verifies_and_dumps(saved: Path, tmp_path: Path) -> None:
     assert all(torch.equal(dumped["param"][name], value) for name, value in expected["param"].items())
 
 
+def test_the_tool_verifies_the_final_weights_too(saved: Path, tmp_path: Path) -> None:
+    """One bit of them, and a file that is cut; with --ckpt-step only that checkpoint is meant."""
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+    shutil.copytree(saved / "iter_0000004", folder / "final")
+    code, text = tool(folder, "--verify")
+    assert code == 0 and text.count("verified: ") == 2, text
+    shard = sorted((folder / "final").glob("*.distcp"))[0]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    for damaged in (bytes(content), bytes(content[:100])):
+        shard.write_bytes(damaged)
+        code, text = tool(folder, "--verify")
+        assert code == 1 and str(shard) in text.splitlines()[-1], text
+        assert tool(folder, "--verify", "--ckpt-step", 4)[0] == 0
+
+
 def test_the_tool_says_what_is_damaged_or_different(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "copy")
     other = tmp_path / "copy" / "iter_0000004"

@@ -286,7 +286,7 @@ class Chaos:
         else:
             middle = len(whole) // 2
             file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-        if self.trial.kind == "pointer removed":  # nothing is lost: the newest complete one is taken, with a line
+        if self.trial.kind == "pointer removed":  # the newest complete one is taken, and said
             result = self.start(f"{self.trial.kind}")
             self.expect("^$", lambda codes: not any(codes))
             if f"there is no {POINTER}" not in result.stdout:

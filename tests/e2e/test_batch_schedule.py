@@ -127,7 +127,7 @@ def test_other_replicas_and_other_batches_go_on_or_are_refused(tmp_path: Path) -
     used = [12, 20, 28, 36, 44, 60, 76, 92, 108]  # samples before each step; the saved run would have had 104 in all
     expected = [1e-3 * (1 + math.cos(math.pi * min(before / 104, 1))) / 2 for before in used]
     assert rates == pytest.approx(expected, rel=1e-5, abs=1e-12)
-    assert "global batch 8 now, later others: the flags' batches hold" in second.stdout
+    assert "global batch 8 as in the checkpoint, but later ones differ: the flags' batches hold" in second.stdout
     sizes = [int(line["global batch size"]) for line in training_lines(second.stdout).values()]
     assert sizes == [8, 8, 8, 8, 16, 16, 16, 16, 16]
     assert [len(samples) for _, samples in sample_ids(ids)] == [4, 4, 4, *sizes]

@@ -1,4 +1,4 @@
-"""Runs disturbed at random: the first message names the cause, and the run that comes out is the undisturbed one."""
+"""Runs disturbed at random: the first message names the cause, and what comes out is the undisturbed run."""
 
 from __future__ import annotations
 
