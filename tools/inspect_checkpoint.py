@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from megatron_edit.checkpoint import inspect
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.folders import FINAL, complete_checkpoint
 from megatron_edit.checkpoint.manifest import MANIFEST
 from megatron_edit.config.paths import PathParser
+from megatron_edit.platform.base import quiet_megatron_warnings
+
+with warnings.catch_warnings():  # imports megatron-core
+    quiet_megatron_warnings()
+    from megatron_edit.checkpoint import inspect
 
 
 def main(argv: list[str]) -> int:

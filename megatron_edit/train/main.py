@@ -101,7 +101,7 @@ def _check(argv: Sequence[str], environment: Mapping[str, str], facts: dict[str,
     config, plan = configure(argv, environment, "cuda" if torch.cuda.is_available() else "cpu")
     if config.command.help or config.command.print_config:
         if environment.get("RANK", "0") == "0":
-            print(help_text() if config.command.help else print_config(config))
+            ending.say_page(help_text() if config.command.help else print_config(config))
         return None
     assert plan is not None
     facts.update(setting_facts(config))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import sys
 import time
 from collections import Counter
 from importlib.util import find_spec
@@ -254,6 +256,17 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert all(f"  {setting.flag}" in out for setting in SETTINGS.values())
     assert main(["--help"], {"RANK": "1"}) == 0 and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--print-config", "--mock-data", "--train-iters", "1"]])
+def test_a_reader_that_leaves_before_the_end_is_not_an_error(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--help | head` and its like."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        batch = [] if "--help" in flags else ["--device", "cpu", "--global-batch-size", "1"]
+        assert main([*flags, *batch], {}) == 0
 
 
 def test_megatron_flags_without_an_effect_are_named_once_in_one_line() -> None:
