@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("directory", type=Path, help="folder of checkpoints, or one checkpoint")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to look at")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
-    parser.add_argument("--verify", action="store_true", help="read every file, of final/ too, and compare its checksum")
+    parser.add_argument("--verify", action="store_true", help="compare the checksum of every file, of final/ too")
     parser.add_argument("--compare", type=Path, metavar="OTHER", help="compare with this one, tensor by tensor")
     parser.add_argument("--dump-replica", nargs=2, metavar=("I", "FILE"), help="torch.save one replica's state")
     arguments = parser.parse_args(argv)
