@@ -96,20 +96,20 @@ def later(trial: Trial, victims: set[int], act: Callable[[], None]) -> Callable[
     """The victims do `act` some time after the trial's iteration has begun, whatever they are at then."""
 
     def in_rank(rank: int) -> None:
-        from megatron_edit.train.trainer import Trainer
+        from megatron_edit.train.trainer import StopCoordinator, Trainer
 
         if rank not in victims:
             return
-        original = Trainer._train_iteration
+        original = Trainer._train_step
 
-        def train_iteration(self: Trainer) -> None:
+        def train_step(self: Trainer, stop: StopCoordinator) -> bool:
             if self.iteration + 1 == trial.iteration:
                 timer = threading.Timer(trial.delay_s, act)
                 timer.daemon = True
                 timer.start()
-            original(self)
+            return original(self, stop)
 
-        Trainer._train_iteration = train_iteration  # type: ignore[method-assign]
+        Trainer._train_step = train_step  # type: ignore[method-assign]
 
     return in_rank
 
