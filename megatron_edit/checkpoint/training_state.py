@@ -190,7 +190,8 @@ class TrainingState:
         if pending is None or pending.rolled_back:
             return
         assert pending.buffer is not None
-        pending.wait()
+        arrived = pending.arrived()
+        assert arrived, "a save with a lost message under way"
         if writes_shared:
             yield from self._written(module, pending.buffer, partial(shared_key, IN_FLIGHT))
         if pending.at_launch is not None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from megatron_edit.config.schema import EditConfig
 from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.sync.buffers import BufferPool
+from megatron_edit.sync.counts import SyncCounts
 from megatron_edit.sync.error_feedback import ErrorFeedback
 from megatron_edit.sync.event import Pending, SyncEvent
 from megatron_edit.sync.fleet import Fleet
@@ -50,6 +52,7 @@ class ModuleAverages:
         errors: ErrorFeedback,
         buffers: BufferPool,
         inner_moments: InnerMoments,
+        counts: SyncCounts,
         *,
         seed: int,
         observer: Observer | None,
@@ -58,7 +61,7 @@ class ModuleAverages:
         self.observer = observer
         self._config, self._method, self._mesh, self._fleet = config, method, mesh, fleet
         self._trigger, self._outer, self._update, self._errors = trigger, outer_state, update, errors
-        self._buffers, self._inner_moments = buffers, inner_moments
+        self._buffers, self._inner_moments, self._counts = buffers, inner_moments, counts
         self._seed = seed
 
     def pseudo_gradient(self, module: ModuleShard) -> torch.Tensor:
@@ -99,6 +102,7 @@ class ModuleAverages:
     def _send(self, module: ModuleShard, pending: Pending, buffer: torch.Tensor) -> None:
         """The weighted pseudo gradient [numel], and every so many syncs Adam's moments."""
         config, event, transport = self._config, pending.event, self._fleet.transport
+        pending.carrier = transport
         if config.edit_sparsity > 0 and pending.weight > 0:
             place = self._mesh.place  # not the stage: the copies of a tied matrix stay the same
             shard = (self._fleet.replica, place.dp, place.cp, place.tp)
@@ -106,6 +110,8 @@ class ModuleAverages:
             own = buffer[: module.numel - module.num_duplicated]
             sparsify_(own, config.edit_sparsity, config.edit_sparsity_method, generator)
         error = self._errors.of(module)
+        if error is not None and transport.may_lose_messages:
+            pending.owed_before = self._buffers.take(module.numel).copy_(error)
         pending.handles += transport.weighted_sum(buffer, pending.weight, error, exact=module.num_duplicated)
         event.bytes_sent += transport.message_bytes(module.numel, module.num_duplicated)
         if config.edit_inner_moments == "average" and self._averages_moments(module, event):
@@ -134,31 +140,53 @@ class ModuleAverages:
     def apply(self, pending: Pending, *, in_forward: bool = False) -> bool:
         """The module's update: outer step with what has arrived, and this replica's parameters.
 
-        Returns whether it was made. False changes nothing (with replicas that come and go: the message was lost); in a
-        static job it is always made, as a collective that fails ends the job. `in_forward`: the forward pass has waited
-        for the optimizer; elsewhere it may just have been told to write the masters.
+        Returns whether it was made. False: the message was lost, and all is as if it had never been sent: the module
+        goes on with its local parameters. In a static job it is always made, as a collective that fails ends the job.
+        `in_forward`: the forward pass has waited for the optimizer; elsewhere it may just have been told to write the
+        masters.
         """
         module, platform, event = self.modules[pending.module], self._mesh.platform, pending.event
         started = platform.record_event()
         if not in_forward:
             platform.wait_event(started, platform.sync_stream())
         with platform.stream(platform.sync_stream()):
-            pending.wait()
-            synchronised = self._synchronised(module, pending)
-            if synchronised is not None:
-                self._write_masters(module, synchronised, pending)
-            if pending.moments is not None:
-                self._inner_moments.write(module, pending.moments)
+            made = self._arrived(pending)
+            if made:
+                self._make_update(module, pending)
+            else:
+                self._take_back(module, pending)
             self._outer.release(module)
-            buffers = (pending.buffer, pending.at_launch, pending.moments)
-            self._buffers.give_back(*(buffer for buffer in buffers if buffer is not None))
+            self._buffers.give_back(*pending.buffers)
             updated = platform.record_event()
         platform.wait_event(updated)
         event.updated_at = platform.record_event()
         event.exposed.append((started, event.updated_at))
         event.modules_left -= 1
         self._observe("complete", module)
-        return True
+        return made
+
+    def _arrived(self, pending: Pending) -> bool:
+        """The same on all ranks that hold a part of the module: a part that is lost is lost for all of them."""
+        arrived, group = pending.arrived(), self._mesh.norm_group
+        if pending.carrier is None or not pending.carrier.may_lose_messages or group.size() == 1:
+            return arrived
+        lost = torch.tensor(int(not arrived), device=self._mesh.platform.device)
+        dist.all_reduce(lost, group=group)
+        return not lost
+
+    def _make_update(self, module: ModuleShard, pending: Pending) -> None:
+        synchronised = self._synchronised(module, pending)
+        if synchronised is not None:
+            self._write_masters(module, synchronised, pending)
+        if pending.moments is not None:
+            self._inner_moments.write(module, pending.moments)
+
+    def _take_back(self, module: ModuleShard, pending: Pending) -> None:
+        """The launch changed two things: the count of updates, and what compression owes."""
+        self._counts.not_applied(module.position, pending.updates)
+        error = self._errors.of(module)
+        if error is not None and pending.owed_before is not None:
+            error.copy_(pending.owed_before)
 
     def _synchronised(self, module: ModuleShard, pending: Pending) -> torch.Tensor | None:
         """[numel] fp32, what all replicas now agree on; None: there is no anchor to go back to."""

@@ -100,7 +100,7 @@ class SyncEngine:
         )
         self.averages = ModuleAverages(
             config, self.method, mesh, self.fleet, self.modules, self.trigger, outer_state, update, errors,
-            self.buffers, inner_moments, seed=seed, observer=observer,
+            self.buffers, inner_moments, counts, seed=seed, observer=observer,
         )  # fmt: skip
         self.exchange = Exchange(
             config, self.method, mesh, self.fleet, self.averages, outer_state, self.buffers, inner_moments, counts,

@@ -6,7 +6,7 @@ M: modules of this rank's stage. R: replicas. Modules whose sync was not due hav
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -83,12 +83,34 @@ class SyncEvent:
         )
 
 
+class MessageLostError(RuntimeError):
+    """A message will not arrive, and the job goes on without it. A static job's collectives end the job instead."""
+
+
+class Handle(Protocol):
+    """A message under way."""
+
+    def wait(self) -> Any:
+        """It has arrived afterwards: for the host on a CPU, for the current stream on CUDA.
+
+        Raises MessageLostError, where its carrier `may_lose_messages`.
+        """
+
+
+class Carrier(Protocol):
+    """What a message was launched on: a transport (`transport.py`)."""
+
+    may_lose_messages: bool
+
+
 @dataclass
 class Pending:
     """State of one module between the decision and its update.
 
     `buffer` [numel] fp32: this replica's weighted pseudo gradient, then the average over the replicas (without an
     anchor: of the parameters). `at_launch` [numel] fp32: the masters when it was launched, kept with a delay only.
+    `carrier`: what it was launched on, which stays in use for it whoever the replicas are by then.
+    `owed_before` [numel] fp32: the error feedback before the launch, kept where the message may be lost.
     """
 
     module: int  # its index
@@ -99,11 +121,25 @@ class Pending:
     buffer: torch.Tensor | None = None
     at_launch: torch.Tensor | None = None
     moments: torch.Tensor | None = None  # [2 numel] fp32, on its way to the average of Adam's moments
-    handles: list[Any] = field(default_factory=list)
+    handles: list[Handle | None] = field(default_factory=list)
+    carrier: Carrier | None = None  # before the launch, or nothing was to be sent: None
+    updates: int = 0  # of this replica that the message holds
+    owed_before: torch.Tensor | None = None
+    lost: bool = False
 
-    def wait(self) -> None:
-        """What is on its way has arrived afterwards; on CUDA for the current stream, not the host."""
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """All that it holds and gives back when it ends."""
+        held = (self.buffer, self.at_launch, self.moments, self.owed_before)
+        return [buffer for buffer in held if buffer is not None]
+
+    def arrived(self) -> bool:
+        """Waits for what is on its way; on CUDA for the current stream, not the host. False: some of it is lost."""
         for handle in self.handles:
             if handle is not None:
-                handle.wait()
+                try:
+                    handle.wait()
+                except MessageLostError:
+                    self.lost = True
         self.handles = []
+        return not self.lost

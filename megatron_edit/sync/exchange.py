@@ -113,6 +113,7 @@ class Exchange:
                 rolled_back=bool(decision.rolled_back[module.index]),
                 kept=not bool(decision.verdict.left_out[replica, module.index]),
                 buffer=buffers[at] if at < len(buffers) else None,
+                updates=int(decision.steps[replica, module.index]),
             )
             for at, module in enumerate(modules)
         ]

@@ -10,21 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_edit.platform.base import Platform
 from megatron_edit.sync.compression import Codec, CompressedSum
+from megatron_edit.sync.event import Handle
 from megatron_edit.sync.reducers import consensus_average
-
-
-class Handle(Protocol):
-    """A message under way."""
-
-    def wait(self) -> Any:
-        """It has arrived afterwards: for the host on a CPU, for the current stream on CUDA."""
 
 
 class _Queued:
@@ -39,6 +33,8 @@ class _Queued:
 
 class SyncTransport:
     """What crosses the sync group. `codec`: None for fp32. `consensus`: "none", or how signs are voted on."""
+
+    may_lose_messages: bool = False
 
     def __init__(
         self,
