@@ -68,8 +68,7 @@ class SyncEngine:
         self.chunks = chunks
         self.method = get_method(config.edit_method)
         self.trigger = build_trigger(config, self.method, len(module_keys))
-        num_fragments = self.trigger.num_fragments
-        fragments = [position * num_fragments // len(module_keys) for position in range(len(module_keys))]
+        fragments = _fragments(len(module_keys), self.trigger.num_fragments)
         self.modules = collect_modules(chunks, optimizer, mesh)
         for module in self.modules:
             module.position = module_keys.index(module.key)
@@ -84,20 +83,16 @@ class SyncEngine:
         self._warning_lines: list[str] = []
         self._idle = IdleWatch()
 
-        counts = SyncCounts(fragments, num_fragments)
+        counts = SyncCounts(fragments, self.trigger.num_fragments)
         decider = Decider(config, self.method, self.fleet.ids, len(self.modules))
         inner_moments = InnerMoments(optimizer)
         outer_state = build_outer_state(
-            self.modules,
-            mesh.platform,
-            self.fleet,
-            sharded=self.method.shards_over_sync,
-            on_host=config.edit_cpu_offload,
-        )
+            self.modules, mesh.platform, self.fleet,
+            sharded=self.method.shards_over_sync, on_host=config.edit_cpu_offload,
+        )  # fmt: skip
         update = OuterUpdate(config, self.method, mesh.norm_group)
-        errors = ErrorFeedback(
-            self.modules, mesh.platform.device, compresses=self.fleet.transport.codec is not None
-        )
+        compresses = self.fleet.transport.codec is not None
+        errors = ErrorFeedback(self.modules, mesh.platform.device, compresses=compresses)
         self.averages = ModuleAverages(
             config, self.method, mesh, self.fleet, self.modules, self.trigger, outer_state, update, errors,
             self.buffers, inner_moments, counts, seed=seed, observer=observer,
@@ -106,9 +101,7 @@ class SyncEngine:
             config, self.method, mesh, self.fleet, self.averages, outer_state, self.buffers, inner_moments, counts,
             decider, tied,
         )  # fmt: skip
-        self.placement = build_placement(
-            config, self.method, self.averages, self._finished, chunks, self.trigger
-        )
+        self.placement = build_placement(config, self.method, self.averages, self._finished, chunks, self.trigger)
         self.state = SyncState(
             config, self.method, mesh, self.fleet, chunks, self.modules, self.trigger, counts, decider, outer_state,
             update, errors, self.placement, self.buffers, reducer,
@@ -246,6 +239,11 @@ class SyncEngine:
             return tuple(range(self.trigger.num_fragments))
         mine = torch.tensor(self.state.counts.of_fragments, dtype=torch.int64)
         return tuple(self.fleet.transport.all_gather(mine).any(dim=0).nonzero().flatten().tolist())
+
+
+def _fragments(num_modules: int, num_fragments: int) -> list[int]:
+    """Fragment of each module of the whole model: runs of neighbours, as equal as they can be."""
+    return [position * num_fragments // num_modules for position in range(num_modules)]
 
 
 def _transport(config: EditConfig, mesh: Mesh) -> SyncTransport:
