@@ -27,7 +27,7 @@ TOKENIZER = "HuggingFaceTokenizer"
 def generated_texts(megabytes: float) -> Iterator[str]:
     """Documents of 1 to 8 kB: lines of the text that every Python has, drawn at random, some words replaced by others
     that no document had before (a tokenizer's cache of words would make the rest too easy)."""
-    from megatron_edit.data.quickstart import quickstart_documents
+    from megatron_edit.corpora.quickstart import quickstart_documents
 
     draw = random.Random(1)
     lines = [line for _, text in quickstart_documents() for line in text.splitlines(keepends=True) if line.strip()]
@@ -151,8 +151,8 @@ def random_reads(prefix: str, tokenizer: str) -> dict[str, float]:
     import torch
 
     from megatron_edit.config.batch_schedule import BatchSchedule
+    from megatron_edit.corpora.preprocess import TokenizerSpec
     from megatron_edit.data.blend import resolve_sources
-    from megatron_edit.data.corpus import TokenizerSpec
     from megatron_edit.data.datasets import build_split
     from megatron_edit.data.loader import MicrobatchLoader, RankPlace
     from megatron_edit.testing.ranks import run_ranks

@@ -16,10 +16,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_edit.checkpoint.training_state import TrainingState
+from megatron_edit.log.lines import format_bytes
 from megatron_edit.tables.methods import METHODS
 from megatron_edit.testing.ranks import run_ranks
 from megatron_edit.testing.tiny import VOCABULARY, tiny_batch, tiny_config, tiny_replica
-from megatron_edit.train.loglines import format_bytes
 from megatron_edit.train.memory import KINDS, memory_table
 from megatron_edit.train.step import TrainStep
 

@@ -2,8 +2,8 @@
 """Real text without a download: Python's language reference, the standard library's docstrings and source."""
 
 from megatron_edit.config.paths import PathParser
-from megatron_edit.data.quickstart import build_quickstart_corpus
-from megatron_edit.data.tool import run_tool
+from megatron_edit.corpora.quickstart import build_quickstart_corpus
+from megatron_edit.corpora.tool import run_tool
 
 
 def main() -> None:

@@ -14,10 +14,10 @@ import sys
 from megatron_edit.config import ConfigError, check, load_config, resolve
 from megatron_edit.config.derive import batch_schedule
 from megatron_edit.config.paths import PathParser
-from megatron_edit.data.inspect import corpus_lines, document_lines, order_lines, replica_lines
+from megatron_edit.corpora.inspect import corpus_lines, document_lines, order_lines, replica_lines
+from megatron_edit.corpora.tool import run_tool
+from megatron_edit.data.checked import check_data, document_ends
 from megatron_edit.data.tokenizers import ALIASES, TOKENIZER_TYPES, build_tokenizer
-from megatron_edit.data.tool import run_tool
-from megatron_edit.train.checked_data import check_data, document_ends
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:

@@ -5,8 +5,8 @@ python tools/merge_corpora.py --input data/a_text_document data/b_text_document 
 """
 
 from megatron_edit.config.paths import PathParser
-from megatron_edit.data.merge import merge_corpora
-from megatron_edit.data.tool import run_tool
+from megatron_edit.corpora.merge import merge_corpora
+from megatron_edit.corpora.tool import run_tool
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ A command that was killed goes on when it is given again. docs/corpora.md tells 
 import argparse
 
 from megatron_edit.config.paths import PathParser
-from megatron_edit.data.corpus import TokenizerSpec, preprocess
+from megatron_edit.corpora.preprocess import TokenizerSpec, preprocess
+from megatron_edit.corpora.tool import run_tool
 from megatron_edit.data.tokenizers import ALIASES, TOKENIZER_TYPES
-from megatron_edit.data.tool import run_tool
 
 
 def parse_args() -> argparse.Namespace:

@@ -6,8 +6,8 @@ writes data/tokenizer.model, for --tokenizer-type SentencePieceTokenizer.
 """
 
 from megatron_edit.config.paths import PathParser
-from megatron_edit.data.tool import run_tool
-from megatron_edit.data.train_tokenizer import train_sentencepiece
+from megatron_edit.corpora.tool import run_tool
+from megatron_edit.corpora.train_tokenizer import train_sentencepiece
 
 
 def main() -> None:

@@ -9,11 +9,11 @@ prints nats per token over all tokens of the validation split but its first (whi
 import numpy as np
 
 from megatron_edit.config.paths import PathParser
+from megatron_edit.corpora.tool import run_tool
+from megatron_edit.corpora.unigram import count_tokens, unigram_loss
 from megatron_edit.data.blend import resolve_sources
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.indexed import IndexedFiles, Manifest
-from megatron_edit.data.tool import run_tool
-from megatron_edit.data.unigram import count_tokens, unigram_loss
 
 
 def main() -> None:

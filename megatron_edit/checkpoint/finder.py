@@ -9,10 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_edit.checkpoint.collective import gather_lists, on_first_rank
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.folders import FINAL, Candidate, CheckpointFolder, complete_checkpoint, is_checkpoint
 from megatron_edit.checkpoint.manifest import MANIFEST, content_problem, read_manifest
+from megatron_edit.ranks.collective import gather_lists, on_first_rank
 
 _SHOWN = 8  # problems that are listed
 _WITHOUT_FINAL = "--load-fallback would take the checkpoint that the pointer names, without the last sync"

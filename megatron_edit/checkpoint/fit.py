@@ -6,12 +6,12 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
-from megatron_edit.checkpoint.collective import on_first_rank
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.folders import Candidate
 from megatron_edit.checkpoint.torch_dist import stored_tensors
 from megatron_edit.checkpoint.training_state import MODEL, TrainingState, expected_tensors, local_key, shared_key
 from megatron_edit.config.settings import SETTINGS
+from megatron_edit.ranks.collective import on_first_rank
 
 _SHOWN = 12  # differences that are listed
 _GEOMETRY = (

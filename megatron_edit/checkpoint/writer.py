@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_edit.checkpoint.collective import on_first_rank
 from megatron_edit.checkpoint.errors import CheckpointError, SaveError
 from megatron_edit.checkpoint.folders import FINAL
 from megatron_edit.checkpoint.manifest import Manifest, size_problems
 from megatron_edit.checkpoint.save_folder import SaveFolder
-from megatron_edit.checkpoint.shared import wait_until
 from megatron_edit.checkpoint.torch_dist import ShardedTensor, write_tensors
+from megatron_edit.ranks.collective import on_first_rank
+from megatron_edit.ranks.shared import wait_until
 
 Say = Callable[[str], None]
 _SECONDS_TO_SEE = 5.0  # what other ranks have written

@@ -23,8 +23,8 @@ from megatron_edit.data.added_tokens import read_mapping
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron_edit.model.transformer_engine import TransformerEngineError
-from megatron_edit.parallel.launcher import launched
 from megatron_edit.platform import PlatformError, get_platform
+from megatron_edit.ranks.launcher import launched
 
 if TYPE_CHECKING:
     from megatron_edit.inference.model import InferenceModel

@@ -13,12 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from megatron_edit.ranks.signals import StopCoordinator
 from megatron_edit.sync.engine import SyncEngine
 from megatron_edit.sync.event import Meeting, SyncDecision
 from megatron_edit.train.checkpointing import Position
 from megatron_edit.train.feed import TrainingFeed
 from megatron_edit.train.pace import Pace
-from megatron_edit.train.signals import StopCoordinator
 
 
 class Boundaries(ABC):

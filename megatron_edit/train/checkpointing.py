@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from megatron_edit.checkpoint.collective import on_first_rank
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.finder import find_checkpoint
 from megatron_edit.checkpoint.folders import Candidate, same_folder
@@ -19,6 +18,7 @@ from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.derive import batch_schedule
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import is_given
+from megatron_edit.ranks.collective import on_first_rank
 from megatron_edit.train.pace import Pace, samples_beyond_iteration
 from megatron_edit.train.replica import Replica
 from megatron_edit.train.resumed_rate import change_of_batch, describe_change, first_sample, saved_batch, saved_schedule

@@ -8,12 +8,12 @@ from typing import Any
 from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.schema import Config
 from megatron_edit.data.blend import is_validation
+from megatron_edit.data.checked import CheckedData, document_ends
 from megatron_edit.data.datasets import SplitDatasets, build_mock_split, build_split
 from megatron_edit.data.loader import Microbatch, MicrobatchLoader, RankPlace, ReserveLoader, evaluation_batches
 from megatron_edit.data.open_files import OpenFiles
 from megatron_edit.data.reserves import SamplePool
 from megatron_edit.parallel.mesh import Mesh
-from megatron_edit.train.checked_data import CheckedData, document_ends
 
 
 class RunData:

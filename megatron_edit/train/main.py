@@ -22,20 +22,20 @@ from megatron_edit.config.notes import notes
 from megatron_edit.config.printing import help_text, print_config
 from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.config.settings import SETTINGS
+from megatron_edit.data.checked import CheckedData, check_data
 from megatron_edit.data.errors import DataError
+from megatron_edit.log.writers import package_problems
 from megatron_edit.model.transformer_engine import TransformerEngineError, check_transformer_engine
-from megatron_edit.parallel.launcher import launched
 from megatron_edit.platform import Platform, PlatformError, get_platform
+from megatron_edit.ranks import ending
+from megatron_edit.ranks.agreement import AbsentRankError, RanksDifferError, Report, agree
+from megatron_edit.ranks.facts import data_facts, program_facts, setting_facts
+from megatron_edit.ranks.launcher import launched
+from megatron_edit.ranks.presence import Presence
+from megatron_edit.ranks.signal_pipe import ignore_stop_signals
+from megatron_edit.ranks.stopped import restart_notes, stopped_before
+from megatron_edit.ranks.store import Rendezvous, StoreError, first_line, open_store
 from megatron_edit.sync.notices import NothingStepsError
-from megatron_edit.train import ending
-from megatron_edit.train.agreement import AbsentRankError, RanksDifferError, Report, agree
-from megatron_edit.train.checked_data import CheckedData, check_data
-from megatron_edit.train.facts import data_facts, program_facts, setting_facts
-from megatron_edit.train.presence import Presence
-from megatron_edit.train.signal_pipe import ignore_stop_signals
-from megatron_edit.train.stopped import restart_notes, stopped_before
-from megatron_edit.train.store import Rendezvous, StoreError, first_line, open_store
-from megatron_edit.train.writers import package_problems
 
 USER_ERRORS = (ConfigError, DataError, PlatformError, TransformerEngineError, CheckpointError)
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.checkpoint.training_state import TrainingState
+from megatron_edit.log.lines import format_bytes
 from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.sync.outer_state import HostOuterState
-from megatron_edit.train.loglines import format_bytes
 from megatron_edit.train.replica import Replica
 
 KINDS = ("weights", "gradients", "optimizer", "anchor", "outer momentum", "sync buffers", "error feedback")

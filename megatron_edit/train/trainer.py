@@ -18,29 +18,29 @@ import torch.distributed as dist
 from megatron_edit.config.check_batch_schedule import undivided_batches
 from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.data.blend import is_validation, set_name
+from megatron_edit.data.checked import CheckedData
+from megatron_edit.log.lines import EvaluationReport
+from megatron_edit.log.metrics import MetricsReducer, Reporter, throughput_of
+from megatron_edit.log.output import RunOutput
+from megatron_edit.log.sample_ids import SampleIdFile
+from megatron_edit.log.sync_report import stage_sync_report
 from megatron_edit.model.sharding import local_parameter_count
 from megatron_edit.platform import Platform
+from megatron_edit.ranks.presence import Presence
+from megatron_edit.ranks.shared_paths import check_shared_paths
+from megatron_edit.ranks.signals import StopCoordinator, StopReason
+from megatron_edit.ranks.stopped import leave_mark
 from megatron_edit.sync.inner_rate import check_inner_rates
 from megatron_edit.tables.parameters import parameter_count
 from megatron_edit.train.boundaries import Boundaries, EqualSteps, UnequalSteps
-from megatron_edit.train.checked_data import CheckedData
 from megatron_edit.train.checkpointing import Position, RunCheckpoints, Start
 from megatron_edit.train.data import RunData
 from megatron_edit.train.evaluate import evaluate
 from megatron_edit.train.feed import TrainingFeed
-from megatron_edit.train.loglines import EvaluationReport
 from megatron_edit.train.memory import largest_of_all_ranks, memory_table
-from megatron_edit.train.metrics import MetricsReducer, Reporter, throughput_of
-from megatron_edit.train.output import RunOutput
 from megatron_edit.train.pace import Pace
-from megatron_edit.train.presence import Presence
 from megatron_edit.train.replica import build_replica, mesh_of
-from megatron_edit.train.sample_ids import SampleIdFile
-from megatron_edit.train.shared_paths import check_shared_paths
-from megatron_edit.train.signals import StopCoordinator, StopReason
 from megatron_edit.train.step import TrainStep
-from megatron_edit.train.stopped import leave_mark
-from megatron_edit.train.sync_report import stage_sync_report
 
 
 class Trainer:

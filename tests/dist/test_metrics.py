@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.testing.ranks import run_ranks
-from megatron_edit.train.loglines import SyncReport, TrainReport, training_line
-from megatron_edit.train.metrics import MetricsError, MetricsReducer, Reporter, Throughput
+from megatron_edit.log.lines import SyncReport, TrainReport, training_line
+from megatron_edit.log.metrics import MetricsError, MetricsReducer, Reporter, Throughput
 
 CPU = torch.device("cpu")
 

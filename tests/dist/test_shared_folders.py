@@ -11,17 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_edit.checkpoint import shared, writer
+from megatron_edit.ranks import shared
+from megatron_edit.checkpoint import writer
 from megatron_edit.checkpoint.errors import CheckpointError, SaveError
 from megatron_edit.checkpoint.finder import find_checkpoint
 from megatron_edit.checkpoint.folders import POINTER
-from megatron_edit.checkpoint.shared import ranks_that_do_not_share
+from megatron_edit.ranks.shared import ranks_that_do_not_share
 from megatron_edit.checkpoint.torch_dist import whole_tensor
 from megatron_edit.checkpoint.writer import Checkpoint, CheckpointWriter
 from megatron_edit.config.schema import ConfigError
 from megatron_edit.testing.ranks import run_ranks
 from megatron_edit.testing.tiny import tiny_config
-from megatron_edit.train.shared_paths import check_shared_paths
+from megatron_edit.ranks.shared_paths import check_shared_paths
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.testing.ranks import run_ranks
-from megatron_edit.train import signals
-from megatron_edit.train.signal_pipe import STOP_SIGNALS
-from megatron_edit.train.signals import StopCoordinator
+from megatron_edit.ranks import signals
+from megatron_edit.ranks.signal_pipe import STOP_SIGNALS
+from megatron_edit.ranks.signals import StopCoordinator
 
 REPLICAS = [[0, 1], [2, 3]]
 USER = 4

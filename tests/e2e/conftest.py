@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_edit.data.corpus import TokenizerSpec, preprocess
+from megatron_edit.corpora.preprocess import TokenizerSpec, preprocess
 
 
 @dataclass(frozen=True)

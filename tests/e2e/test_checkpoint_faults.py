@@ -110,7 +110,7 @@ def test_complete_is_said_only_when_it_is(tmp_path: Path) -> None:
     """--async-save, and a kill right after the line: what was said to be saved can be loaded."""
 
     def in_rank(rank: int) -> None:
-        from megatron_edit.train.output import RunOutput
+        from megatron_edit.log.output import RunOutput
 
         original = RunOutput.say
 
@@ -242,7 +242,7 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
 
 def test_ranks_with_a_folder_each_are_refused_before_training(tmp_path: Path) -> None:
     def in_rank(rank: int) -> None:
-        from megatron_edit.checkpoint import shared
+        from megatron_edit.ranks import shared
 
         shared._SECONDS = 0.1
         (tmp_path / str(rank)).mkdir()
@@ -259,7 +259,7 @@ def test_a_folder_that_is_removed_while_training(tmp_path: Path) -> None:
     folder = tmp_path / "run"
 
     def in_rank(rank: int) -> None:
-        from megatron_edit.train.signals import StopCoordinator
+        from megatron_edit.ranks.signals import StopCoordinator
         from megatron_edit.train.trainer import Trainer
 
         original = Trainer._train_step

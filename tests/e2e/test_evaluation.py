@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_edit.data.corpus import TokenizerSpec, preprocess
+from megatron_edit.corpora.preprocess import TokenizerSpec, preprocess
 from megatron_edit.data.tokenizers import ByteTokenizer
 from tests.e2e.conftest import Corpora
 from tests.e2e.runs import differences, evaluations, losses, start, train, training_lines, weights_of

@@ -28,7 +28,7 @@ def at_iteration(iteration: int, culprit: int, act: Callable[[Any], None]) -> Ca
     """Rank `culprit` calls `act(trainer)` as it begins `iteration`."""
 
     def in_rank(rank: int) -> None:
-        from megatron_edit.train.signals import StopCoordinator
+        from megatron_edit.ranks.signals import StopCoordinator
         from megatron_edit.train.trainer import Trainer
 
         original = Trainer._train_step

@@ -198,7 +198,7 @@ def test_a_crash_leaves_no_sample_logged_twice(tmp_path: Path) -> None:
 
 def killed_after(iteration: int) -> Callable[[int], None]:
     def in_rank(rank: int) -> None:
-        from megatron_edit.train.signals import StopCoordinator
+        from megatron_edit.ranks.signals import StopCoordinator
         from megatron_edit.train.trainer import Trainer
 
         original = Trainer._train_step
@@ -301,7 +301,7 @@ def asked_to_stop(rank: int, at: int, number: int = signal.SIGTERM, wait: bool =
     def in_rank(rank: int) -> None:
         import time
 
-        from megatron_edit.train.signals import StopCoordinator
+        from megatron_edit.ranks.signals import StopCoordinator
 
         original = StopCoordinator.should_stop
 

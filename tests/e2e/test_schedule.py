@@ -258,7 +258,7 @@ def clocked(folder: Path, sleeper: int, at_iteration: int) -> Callable[[int], No
     def in_rank(rank: int) -> None:
         import time
 
-        from megatron_edit.train.signals import StopCoordinator
+        from megatron_edit.ranks.signals import StopCoordinator
         from megatron_edit.train.trainer import Trainer
 
         original = Trainer._train_step

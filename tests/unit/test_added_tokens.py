@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_edit.convert.tokenizer_json import write_byte_tokenizer
+from megatron_edit.corpora.train_tokenizer import train_sentencepiece
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
-from megatron_edit.data.train_tokenizer import train_sentencepiece
 
 TEXTS = ["say <|im_start|> and <tool> or<tool>  <x> <eod> now", "<tool>", "plain 你好"]
 

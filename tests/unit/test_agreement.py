@@ -11,14 +11,14 @@ from torch.distributed import HashStore, Store
 
 from megatron_edit.config import configure
 from megatron_edit.config.settings import SETTINGS
+from megatron_edit.data.checked import check_data
 from megatron_edit.data.indexed import IndexedWriter
 from megatron_edit.data.tokenizers import ByteTokenizer
-from megatron_edit.train import store as store_module
-from megatron_edit.train.agreement import AbsentRankError, RanksDifferError, Report, agree, differences, ranks_text
-from megatron_edit.train.checked_data import check_data
-from megatron_edit.train.facts import CORPORA, OF_ONE_RANK, data_facts, program_facts, setting_facts
-from megatron_edit.train.stopped import MARK, leave_mark, restart_notes, stopped_before
-from megatron_edit.train.store import Rendezvous, StoreError, first_line, open_store
+from megatron_edit.ranks import store as store_module
+from megatron_edit.ranks.agreement import AbsentRankError, RanksDifferError, Report, agree, differences, ranks_text
+from megatron_edit.ranks.facts import CORPORA, OF_ONE_RANK, data_facts, program_facts, setting_facts
+from megatron_edit.ranks.stopped import MARK, leave_mark, restart_notes, stopped_before
+from megatron_edit.ranks.store import Rendezvous, StoreError, first_line, open_store
 
 FLAGS = ["--mock-data", "--global-batch-size", "8", "--train-iters", "4", "--edit-num-replicas", "2"]
 

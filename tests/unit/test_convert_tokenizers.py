@@ -6,8 +6,8 @@ import pydoc_data.topics
 from pathlib import Path
 
 from megatron_edit.convert.tokenizer_json import write_byte_tokenizer, write_sentencepiece_tokenizer
+from megatron_edit.corpora.train_tokenizer import train_sentencepiece
 from megatron_edit.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
-from megatron_edit.data.train_tokenizer import train_sentencepiece
 
 TEXT = "\n".join(pydoc_data.topics.topics.values())
 SAMPLES = [

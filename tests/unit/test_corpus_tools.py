@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_edit.corpora.preprocess import CorpusReport, TokenizerSpec, preprocess
+from megatron_edit.corpora.quickstart import split_docstrings
+from megatron_edit.corpora.train_tokenizer import train_sentencepiece
+from megatron_edit.corpora.unigram import unigram_loss
 from megatron_edit.data.blend import resolve_sources
 from megatron_edit.data.check import check_data_files
-from megatron_edit.data.corpus import CorpusReport, TokenizerSpec, preprocess
 from megatron_edit.data.datasets import build_split
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.indexed import Manifest
-from megatron_edit.data.quickstart import split_docstrings
 from megatron_edit.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
-from megatron_edit.data.train_tokenizer import train_sentencepiece
-from megatron_edit.data.unigram import unigram_loss
 
 REPOSITORY = Path(__file__).parents[2]
 BYTES = TokenizerSpec("ByteTokenizer")
@@ -299,7 +299,8 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_with_1_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_edit.data import indexed, tool
+    from megatron_edit.corpora import tool
+    from megatron_edit.data import indexed
 
     def full(stream: object) -> None:
         raise OSError(28, "No space left on device")

@@ -16,7 +16,7 @@ FIXED, PER_DOCUMENT, PER_BYTE_OF_THE_LONGEST = 150 * MEGABYTE, 20, 5
 
 CODE = """
 import re, sys
-from megatron_edit.data.corpus import TokenizerSpec, preprocess
+from megatron_edit.corpora.preprocess import TokenizerSpec, preprocess
 if __name__ == "__main__":
     (report,) = preprocess([sys.argv[1]], sys.argv[2], TokenizerSpec("ByteTokenizer"), append_eod=True)
     # Of this program alone; getrusage also counts what the process held before it became this program.

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from megatron_edit.data.corpus import preprocess
+from megatron_edit.corpora.inputs import find_inputs
+from megatron_edit.corpora.preprocess import preprocess
+from megatron_edit.corpora.train_tokenizer import train_sentencepiece
 from megatron_edit.data.errors import DataError
-from megatron_edit.data.inputs import find_inputs
-from megatron_edit.data.train_tokenizer import train_sentencepiece
 from tests.unit.test_corpus_tools import BYTES, texts_of
 from tests.unit.test_preprocess import as_lines, write_parquet, zstd
 

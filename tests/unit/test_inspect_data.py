@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from megatron_edit.corpora.inspect import corpus_lines, document_lines
+from megatron_edit.corpora.preprocess import TokenizerSpec, preprocess
 from megatron_edit.data.blend import resolve_sources
-from megatron_edit.data.corpus import TokenizerSpec, preprocess
 from megatron_edit.data.datasets import build_split
-from megatron_edit.data.inspect import corpus_lines, document_lines
 from megatron_edit.data.tokenizers import ByteTokenizer
 from tests.unit.test_corpus_tools import run_tool
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_edit.config.schema import ConfigError
-from megatron_edit.parallel.launcher import first_node, launched, tasks_per_node
+from megatron_edit.ranks.launcher import first_node, launched, tasks_per_node
 
 SLURM = {
     "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",

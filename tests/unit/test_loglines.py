@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from megatron_edit.train.loglines import (
+from megatron_edit.log.lines import (
     EvaluationReport,
     SyncReport,
     TrainReport,

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_edit.config.schema import ModelConfig
-from megatron_edit.tables.parameters import training_flops_per_token
-from megatron_edit.train.loglines import SyncReport, TrainReport
-from megatron_edit.train.metrics import (
+from megatron_edit.log.lines import SyncReport, TrainReport
+from megatron_edit.log.metrics import (
     _SYNC_COLUMNS,
     MetricsReducer,
     Reporter,
@@ -22,6 +21,7 @@ from megatron_edit.train.metrics import (
     sync_report,
     train_report,
 )
+from megatron_edit.tables.parameters import training_flops_per_token
 
 KNOWN = TrainReport(
     iteration=10, train_iters=100, consumed_samples=80, iteration_ms=math.nan, learning_rate=1e-3,

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from megatron_edit.config.batch_schedule import BatchSchedule
+from megatron_edit.corpora.merge import merge_corpora
 from megatron_edit.data import open_files
 from megatron_edit.data.blend import resolve_sources
 from megatron_edit.data.check import check_data_files
 from megatron_edit.data.datasets import build_split
 from megatron_edit.data.errors import DataError, LoaderError
 from megatron_edit.data.loader import MicrobatchLoader, RankPlace
-from megatron_edit.data.merge import merge_corpora
 from megatron_edit.data.open_files import OpenFiles, TokenFile, open_files_notes, raise_open_files_limit
 from tests.unit.test_datasets import BYTES, source, write_core_corpus, write_corpus
 

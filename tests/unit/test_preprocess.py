@@ -23,16 +23,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-from megatron_edit.data import batches
-from megatron_edit.data.batches import cut_long_text
-from megatron_edit.data.corpus import CorpusReport, TokenizerSpec, preprocess
+from megatron_edit.corpora import batches
+from megatron_edit.corpora.batches import cut_long_text
+from megatron_edit.corpora.inputs import find_inputs, lines_before, portions
+from megatron_edit.corpora.merge import merge_corpora
+from megatron_edit.corpora.preprocess import CorpusReport, TokenizerSpec, preprocess
+from megatron_edit.corpora.progress import Progress
+from megatron_edit.corpora.train_tokenizer import train_sentencepiece
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.indexed import IndexedWriter, Manifest
-from megatron_edit.data.inputs import find_inputs, lines_before, portions
-from megatron_edit.data.merge import merge_corpora
-from megatron_edit.data.progress import Progress
 from megatron_edit.data.tokenizers import ByteTokenizer, Tokenizer
-from megatron_edit.data.train_tokenizer import train_sentencepiece
 from tests.unit.test_corpus_tools import BYTES, EOD, REPOSITORY, documents, run_tool, texts_of, write_lines
 from tests.unit.test_tokenizers import BOTH, hf_folder
 
@@ -304,7 +304,7 @@ def test_a_damaged_file_in_the_middle_of_a_folder(
 
 def test_an_unreadable_file_in_the_middle_of_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found before the first document is read. Refused here by hand, as root may read every file."""
-    from megatron_edit.data import formats
+    from megatron_edit.corpora import formats
 
     folder = tmp_path / "in"
     folder.mkdir()
@@ -324,7 +324,7 @@ def test_an_unreadable_file_in_the_middle_of_a_pattern(tmp_path: Path, monkeypat
 
 def test_a_read_error_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a failing disk gives, at its place."""
-    from megatron_edit.data import inputs
+    from megatron_edit.corpora import inputs
 
     path = write_lines(tmp_path / "in.jsonl", TEXTS)
 
@@ -477,7 +477,7 @@ def processes_that_name(text: str) -> list[int]:
 def test_a_killed_command_goes_on(tmp_path: Path) -> None:
     """SIGKILL in the middle of the command line, twice, with workers; then the same command again."""
     path = write_lines(tmp_path / "in.jsonl", [prose(60, seed) for seed in range(3000)])
-    code = "import sys; from megatron_edit.data.corpus import *; from megatron_edit.data import batches\n" \
+    code = "import sys; from megatron_edit.corpora.preprocess import *; from megatron_edit.corpora import batches\n" \
            "batches.BATCH_BYTES = 4000\n" \
            "if __name__ == '__main__': preprocess([sys.argv[1]], sys.argv[2], TokenizerSpec('ByteTokenizer'), " \
            "workers=2, checkpoint_seconds=0.05, log_interval=100, append_eod=True)"  # fmt: skip
@@ -565,7 +565,7 @@ def test_two_commands_do_not_write_one_corpus(tmp_path: Path) -> None:
 
 def test_progress_tells_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("megatron_edit.data.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("megatron_edit.corpora.progress.time.monotonic", lambda: now[0])
     lines: list[str] = []
     progress = Progress(400_000_000, 100, lines.append)
     for done, bytes_read in [(50, 50_000_000), (100, 100_000_000), (150, 1), (200, 200_000_000)]:

@@ -15,8 +15,8 @@ from typing import TextIO
 
 import pytest
 
-from megatron_edit.train.loglines import EvaluationReport, sync_line, training_line
-from megatron_edit.train.progress import PlainProgress, RichProgress, line_of, make_progress, numbers_of
+from megatron_edit.log.lines import EvaluationReport, sync_line, training_line
+from megatron_edit.log.progress import PlainProgress, RichProgress, line_of, make_progress, numbers_of
 from tests.unit.test_loglines import REPORT, SYNC
 
 STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
@@ -108,7 +108,7 @@ def test_terminal_that_cannot_redraw_gets_lines(terminal: Terminal, monkeypatch:
 
 def test_rich_is_imported_only_for_the_bar() -> None:
     code = (
-        "import sys; from megatron_edit.train.progress import make_progress\n"
+        "import sys; from megatron_edit.log.progress import make_progress\n"
         "make_progress('auto', train_iters=1, iteration=0).line('text'); print('rich' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

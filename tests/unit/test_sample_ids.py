@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_edit.train.sample_ids import sort_lines
+from megatron_edit.log.sample_ids import sort_lines
 
 
 def lines(iterations: int, replicas: int) -> list[str]:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
-from megatron_edit.train import signals
-from megatron_edit.train.signal_pipe import STOP_SIGNALS
-from megatron_edit.train.signals import StopAgreementError, StopCoordinator, StopReason
+from megatron_edit.ranks import signals
+from megatron_edit.ranks.signal_pipe import STOP_SIGNALS
+from megatron_edit.ranks.signals import StopAgreementError, StopCoordinator, StopReason
 
 
 def listening() -> StopCoordinator:

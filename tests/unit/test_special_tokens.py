@@ -10,12 +10,12 @@ from typing import Any, cast
 import pytest
 import sentencepiece
 
-from megatron_edit.data import batches
-from megatron_edit.data.corpus import TokenizerSpec, preprocess
+from megatron_edit.corpora import batches
+from megatron_edit.corpora.inspect import corpus_lines
+from megatron_edit.corpora.merge import merge_corpora
+from megatron_edit.corpora.preprocess import TokenizerSpec, preprocess
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.indexed import Manifest
-from megatron_edit.data.inspect import corpus_lines
-from megatron_edit.data.merge import merge_corpora
 from megatron_edit.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_edit.inference.start import Started, add_flags
 from tests.unit.test_corpus_tools import documents, write_lines
@@ -165,8 +165,8 @@ def test_a_long_text_is_not_cut_inside_a_mark(tmp_path: Path, kind: str, monkeyp
 
 
 def test_a_killed_command_with_the_other_choice_starts_anew(tmp_path: Path) -> None:
-    from megatron_edit.data.corpus import Job
-    from megatron_edit.data.restart import Journal
+    from megatron_edit.corpora.preprocess import Job
+    from megatron_edit.corpora.restart import Journal
 
     spec = TokenizerSpec("ByteTokenizer")
     one = Journal("p", Job((), spec), "f")

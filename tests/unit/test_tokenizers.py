@@ -9,6 +9,7 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_edit.corpora.train_tokenizer import train_sentencepiece
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.tokenizers import (
     ByteTokenizer,
@@ -18,7 +19,6 @@ from megatron_edit.data.tokenizers import (
     Tokenizer,
     build_tokenizer,
 )
-from megatron_edit.data.train_tokenizer import train_sentencepiece
 
 HARD_TEXTS = [
     "def f(x):\n\treturn  x   +  1\n\n\n",

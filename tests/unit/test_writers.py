@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from megatron_edit.config.schema import LoggingConfig
-from megatron_edit.train import writers
-from megatron_edit.train.loglines import EvaluationReport, SyncReport, TrainReport
-from megatron_edit.train.writers import MetricsWriter, metrics_file, package_problems, record_of, scalars_of
+from megatron_edit.log import writers
+from megatron_edit.log.lines import EvaluationReport, SyncReport, TrainReport
+from megatron_edit.log.writers import MetricsWriter, metrics_file, package_problems, record_of, scalars_of
 
 TRAIN = TrainReport(
     iteration=1, train_iters=6, consumed_samples=8, iteration_ms=12.5, learning_rate=1e-3, global_batch_size=8,

@@ -1,4 +1,4 @@
-"""Raw documents to tokens: decoding, long documents, and the workers. The rules are told in corpus.py."""
+"""Raw documents to tokens: decoding, long documents, and the workers. The rules are told in preprocess.py."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_edit.corpora.inputs import Portion, RawDocument, Reader, TextUnit
+from megatron_edit.corpora.restart import Position
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.indexed import token_dtype
-from megatron_edit.data.inputs import Portion, RawDocument, Reader, TextUnit
-from megatron_edit.data.restart import Position
 from megatron_edit.data.tokenizers import Tokenizer, build_tokenizer, replace_surrogates
 
 BATCH_BYTES = 1 << 18

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from megatron_edit.log.lines import SyncReport
 from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.sync.event import SyncResult
 from megatron_edit.sync.modules import ModuleShard
 from megatron_edit.sync.penalty import effective_replicas
-from megatron_edit.train.loglines import SyncReport
 
 
 def stage_sync_report(

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from megatron_edit.data.errors import DataError
-from megatron_edit.data.formats import (
+from megatron_edit.corpora.formats import (
     BYTE_ORDER_MARK,
     KINDS,
     READ_BYTES,
@@ -27,7 +26,8 @@ from megatron_edit.data.formats import (
     kind_of_name,
     unpacked,
 )
-from megatron_edit.data.progress import log_to_stderr
+from megatron_edit.corpora.progress import log_to_stderr
+from megatron_edit.data.errors import DataError
 
 # One file one document, or cut at blank lines, or line by line.
 TextUnit = Literal["file", "paragraph", "line"]

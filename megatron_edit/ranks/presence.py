@@ -29,9 +29,9 @@ from dataclasses import asdict
 import psutil
 from torch.distributed import DistError, PrefixStore
 
-from megatron_edit.train.agreement import ranks_text
-from megatron_edit.train.store import Rendezvous, first_line
-from megatron_edit.train.whereabouts import Answer, Process, machine, main_thread_answer, place_of
+from megatron_edit.ranks.agreement import ranks_text
+from megatron_edit.ranks.store import Rendezvous, first_line
+from megatron_edit.ranks.whereabouts import Answer, Process, machine, main_thread_answer, place_of
 
 SECONDS_TO_ANSWER = 4.0
 SECONDS_TO_END = 3.0  # for a main thread that ends by itself; then the thread ends the process

@@ -54,8 +54,8 @@ from types import TracebackType
 
 from torch.distributed import PrefixStore, Store
 
-from megatron_edit.train.signal_pipe import SignalPipe
-from megatron_edit.train.store import first_line
+from megatron_edit.ranks.signal_pipe import SignalPipe
+from megatron_edit.ranks.store import first_line
 
 SECOND_INTERRUPT_SECONDS = 1.0  # SIGINTs that are closer together than this are one: launchers pass them on
 AGREEMENT_POLL_SECONDS = 0.01  # between polls while the target is being agreed on

@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from megatron_edit.data.batches import decoded, raw_batches
+from megatron_edit.corpora.batches import decoded, raw_batches
+from megatron_edit.corpora.formats import Kind
+from megatron_edit.corpora.inputs import InputFile, find_inputs, lines_before, portions
 from megatron_edit.data.errors import DataError
-from megatron_edit.data.formats import Kind
-from megatron_edit.data.inputs import InputFile, find_inputs, lines_before, portions
 
 ModelType = Literal["bpe", "unigram"]
 # The trainer drops longer pieces of text; it counts bytes.

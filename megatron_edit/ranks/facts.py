@@ -16,7 +16,7 @@ import torch
 import megatron_edit
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import SETTINGS, value_of
-from megatron_edit.train.checked_data import CheckedData
+from megatron_edit.data.checked import CheckedData
 
 # Of one node or one rank alone: where it reports, how it reads ahead, which file its settings came from.
 OF_ONE_RANK = ("config", "metrics_file", "tensorboard_dir", "wandb_project", "progress", "num_workers")

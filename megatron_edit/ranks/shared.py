@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from megatron_edit.checkpoint.collective import gather_lists, on_first_rank
+from megatron_edit.ranks.collective import gather_lists, on_first_rank
 
 _SECONDS = 30.0  # in which all of a network's file system is seen: NFS keeps "is not there" for so long
 

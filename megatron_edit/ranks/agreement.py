@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 
 from torch.distributed import PrefixStore, Store
 
-from megatron_edit.train.store import Rendezvous
+from megatron_edit.ranks.store import Rendezvous
 
 MOST_KINDS = 8  # different reports that are looked at
 MOST_LINES = 20  # of differences

@@ -12,7 +12,7 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from megatron_edit.train.loglines import (
+from megatron_edit.log.lines import (
     EvaluationReport,
     SyncReport,
     TrainReport,

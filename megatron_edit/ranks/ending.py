@@ -12,11 +12,11 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron_edit.train.presence import Presence
-from megatron_edit.train.signal_pipe import ignore_stop_signals
-from megatron_edit.train.signals import StopAgreementError
-from megatron_edit.train.store import Rendezvous, first_line
-from megatron_edit.train.whereabouts import place_of
+from megatron_edit.ranks.presence import Presence
+from megatron_edit.ranks.signal_pipe import ignore_stop_signals
+from megatron_edit.ranks.signals import StopAgreementError
+from megatron_edit.ranks.store import Rendezvous, first_line
+from megatron_edit.ranks.whereabouts import place_of
 
 SECONDS_FOR_RANK_0 = 10.0  # which speaks for all when all have met the same error
 SIGNS_OF_ANOTHER_RANK = (

@@ -24,14 +24,14 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any, Literal
 
-from megatron_edit.data.batches import TokenBatch, TokenizerSpec, end_with_parent, raw_batches, token_batches
+from megatron_edit.corpora.batches import TokenBatch, TokenizerSpec, end_with_parent, raw_batches, token_batches
+from megatron_edit.corpora.formats import Kind
+from megatron_edit.corpora.inputs import InputFile, Portion, TextUnit, find_inputs, lines_before, portions
+from megatron_edit.corpora.merge import merge_corpora, remove_corpus
+from megatron_edit.corpora.progress import Progress, log_to_stderr
+from megatron_edit.corpora.restart import Journal, Position
 from megatron_edit.data.errors import DataError
-from megatron_edit.data.formats import Kind
 from megatron_edit.data.indexed import IndexedWriter, token_dtype
-from megatron_edit.data.inputs import InputFile, Portion, TextUnit, find_inputs, lines_before, portions
-from megatron_edit.data.merge import merge_corpora, remove_corpus
-from megatron_edit.data.progress import Progress, log_to_stderr
-from megatron_edit.data.restart import Journal, Position
 
 __all__ = ["CorpusReport", "TextUnit", "TokenizerSpec", "preprocess"]
 

@@ -22,7 +22,7 @@ from typing import IO, Any, Protocol
 from uuid import uuid4
 
 from megatron_edit.config.schema import LoggingConfig
-from megatron_edit.train.loglines import EvaluationReport, SyncReport, TrainReport
+from megatron_edit.log.lines import EvaluationReport, SyncReport, TrainReport
 
 AnyReport = TrainReport | SyncReport | EvaluationReport
 KINDS: dict[type, str] = {TrainReport: "train", SyncReport: "sync", EvaluationReport: "eval"}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import SETTINGS, value_of
-from megatron_edit.train.progress import AnyReport, ProgressDisplay, make_progress
-from megatron_edit.train.writers import MetricsWriter
+from megatron_edit.log.progress import AnyReport, ProgressDisplay, make_progress
+from megatron_edit.log.writers import MetricsWriter
 
 
 class RunOutput:

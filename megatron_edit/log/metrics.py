@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_edit.config.schema import Config
+from megatron_edit.log.lines import SyncReport, TrainReport
 from megatron_edit.tables.parameters import training_flops_per_token
-from megatron_edit.train.loglines import SyncReport, TrainReport
 
 if TYPE_CHECKING:
     from megatron_edit.parallel.mesh import Mesh

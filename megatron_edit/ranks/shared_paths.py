@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_edit.checkpoint.shared import ranks_that_do_not_share
 from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.config.settings import flag_of, value_of
+from megatron_edit.ranks.shared import ranks_that_do_not_share
 
 _WRITTEN_BY_SEVERAL = {
     "save": "all ranks write one checkpoint together",

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_edit.log.writers import LineFile, drop_lines
 from megatron_edit.parallel.mesh import Mesh
-from megatron_edit.train.writers import LineFile, drop_lines
 
 _LINE = re.compile(rb'\{"iteration": (\d+), "replica": (\d+), ')
 
