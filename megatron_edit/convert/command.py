@@ -13,7 +13,8 @@ from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.config.paths import PathParser
 from megatron_edit.config.schema import ConfigError
 from megatron_edit.convert.errors import ConversionError
-from megatron_edit.convert.hugging_face import MAX_SHARD_BYTES, HuggingFaceWeights, Written, write_hugging_face
+from megatron_edit.convert.folder import Written
+from megatron_edit.convert.hugging_face import MAX_SHARD_BYTES, HuggingFaceWeights, write_hugging_face
 from megatron_edit.convert.weights import Weights, parse_dtype
 from megatron_edit.data.errors import DataError
 from megatron_edit.tables.parameters import parameter_count

@@ -8,12 +8,24 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_edit.checkpoint.folders import sync_folder
 from megatron_edit.convert.errors import ConversionError
 
 _PARTIAL, _REPLACED = ".partial", ".replaced"
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written where."""
+
+    folder: Path
+    tensors: int
+    files: int
+    bytes: int  # of the values
+    notes: list[str]
 
 
 def check_output(output: Path, overwrite: bool, *inputs: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from megatron_edit.checkpoint.folders import write_durably
 from megatron_edit.convert.architectures import architecture_for
 from megatron_edit.convert.assets import asset_ids, write_assets
 from megatron_edit.convert.errors import ConversionError
-from megatron_edit.convert.folder import check_output, new_folder
+from megatron_edit.convert.folder import Written, check_output, new_folder
 from megatron_edit.convert.hf_config import CONFIG, read_config, write_config
 from megatron_edit.convert.rows import Row
 from megatron_edit.convert.safetensors_file import StoredTensor, Writer, read_header
@@ -145,17 +144,6 @@ def _sharded(folder: Path) -> dict[str, StoredTensor]:
             raise ConversionError(f"{folder / shard} holds {unknown[0]}, which is not in {INDEX}")
         stored |= {name: header[name] for name, place in places.items() if place == shard}
     return stored
-
-
-@dataclass(frozen=True)
-class Written:
-    """What was written where."""
-
-    folder: Path
-    tensors: int
-    files: int
-    bytes: int  # of the values
-    notes: list[str]
 
 
 def write_hugging_face(

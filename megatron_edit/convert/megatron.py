@@ -23,8 +23,7 @@ from megatron_edit.config.schema import Config, ConfigError, ModelConfig
 from megatron_edit.config.settings import SETTINGS, as_written, value_problem, with_values
 from megatron_edit.convert.assets import ASSETS, copy_assets, tokenizer_settings
 from megatron_edit.convert.errors import ConversionError
-from megatron_edit.convert.folder import check_output, new_folder
-from megatron_edit.convert.hugging_face import Written
+from megatron_edit.convert.folder import Written, check_output, new_folder
 from megatron_edit.convert.weights import Weights, cast, verified
 
 SETTINGS_FILE = "model.yaml"  # beside a converted checkpoint: --config for training

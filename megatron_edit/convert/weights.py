@@ -13,7 +13,6 @@ import torch
 
 from megatron_edit.config.schema import ModelConfig
 from megatron_edit.convert.errors import ConversionError
-from megatron_edit.convert.hf_config import CONFIG
 from megatron_edit.tables.parameters import full_parameter_shapes
 
 DTYPES = {
@@ -81,16 +80,3 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         largest = tensor.abs().max().item()
         raise ConversionError(f"{name} does not fit {dtype}: its largest value is {largest:g}; bfloat16 would work")
     return result
-
-
-def open_weights(path: Path, *, step: int | None = None, replica: int | None = None) -> Weights:
-    """Of a Hugging Face folder or of a checkpoint of this program; raises ConversionError or CheckpointError."""
-    if (path / CONFIG).exists():
-        from megatron_edit.convert.hugging_face import HuggingFaceWeights
-
-        if step is not None or replica is not None:
-            raise ConversionError(f"{path} is a Hugging Face folder: it has no iterations and no replicas")
-        return HuggingFaceWeights(path)
-    from megatron_edit.convert.megatron import MegatronWeights  # megatron-core's import takes seconds
-
-    return MegatronWeights(path, step=step, replica=replica)

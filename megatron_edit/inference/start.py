@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.config.schema import ConfigError
 from megatron_edit.convert.errors import ConversionError
-from megatron_edit.convert.weights import Weights, open_weights, parse_dtype
+from megatron_edit.convert.open import open_weights
+from megatron_edit.convert.weights import Weights, parse_dtype
 from megatron_edit.data.added_tokens import read_mapping
 from megatron_edit.data.errors import DataError
 from megatron_edit.data.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer

@@ -18,7 +18,7 @@ get_platform("cpu").initialize()
 from megatron_edit.checkpoint.blocks import blocks_of  # noqa: E402
 from megatron_edit.convert.hugging_face import HuggingFaceWeights, write_hugging_face  # noqa: E402
 from megatron_edit.convert.megatron import MegatronWeights, write_megatron  # noqa: E402
-from megatron_edit.convert.weights import open_weights  # noqa: E402
+from megatron_edit.convert.open import open_weights  # noqa: E402
 from megatron_edit.inference.model import InferenceModel  # noqa: E402
 from megatron_edit.inference.sampling import Sampling  # noqa: E402
 from megatron_edit.model.sharding import tensor_parallel_join, tensor_parallel_slice  # noqa: E402

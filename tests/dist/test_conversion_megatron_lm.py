@@ -25,7 +25,7 @@ from megatron_edit.convert.command import main as convert  # noqa: E402
 from megatron_edit.convert.errors import ConversionError  # noqa: E402
 from megatron_edit.convert.megatron import MegatronWeights  # noqa: E402
 from megatron_edit.convert.megatron_lm import MegatronLMWeights  # noqa: E402
-from megatron_edit.convert.weights import open_weights  # noqa: E402
+from megatron_edit.convert.open import open_weights  # noqa: E402
 from megatron_edit.inference.model import InferenceModel  # noqa: E402
 from megatron_edit.parallel.layout import Layout  # noqa: E402
 from megatron_edit.parallel.mesh import build_mesh  # noqa: E402

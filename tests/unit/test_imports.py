@@ -1,9 +1,13 @@
-"""What import-linter cannot say: the pure files of sync use no process group. Their list is the import contract's."""
+"""What import-linter cannot say: pure files of sync use no process group, and circles through an `__init__.py`.
+
+The list of the pure files is the import contract's.
+"""
 
 import ast
 import tomllib
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,3 +43,15 @@ def test_pure_files_of_sync_do_not_import_torch_distributed(path: Path) -> None:
 def test_a_file_that_uses_process_groups_is_noticed() -> None:
     assert uses_process_groups(ROOT / "megatron_edit/sync/transport.py")
     assert uses_process_groups(ROOT / "megatron_edit/parallel/mesh.py")
+
+
+def test_no_file_imports_what_imports_it() -> None:
+    """Imports in functions and under TYPE_CHECKING count, and so does what a package itself imports."""
+    graph = grimp.build_graph("megatron_edit", cache_dir=None)
+    circles = [
+        f"{importer} -> {imported}"
+        for importer in sorted(graph.modules)
+        for imported in sorted(graph.find_modules_directly_imported_by(importer))
+        if graph.chain_exists(importer=imported, imported=importer)
+    ]
+    assert circles == []
