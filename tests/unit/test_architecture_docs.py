@@ -104,6 +104,15 @@ def test_everything_that_a_page_names_exists(page: Path) -> None:
     assert ".py" in text
 
 
+WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_no_page_names_a_file_of_python_that_is_not_there(page: Path) -> None:
+    unknown = unknown_names(page.read_text(encoding="utf-8"))
+    assert [name for name in unknown if re.match(r"\w+/[\w/]*\.py", name)] == []
+
+
 @pytest.mark.parametrize(
     ("word", "is_known"),
     [
