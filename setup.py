@@ -24,7 +24,7 @@ EXTRAS = {
     # for torch, megatron-core cannot be imported.
     "te": ["transformer-engine[pytorch]>=2.4"],
     "test": ["pytest>=8", "hypothesis>=6.100", TENSORBOARD, *DATA],
-    "dev": ["ruff>=0.6", "mypy>=1.11", "import-linter>=2.1", "pre-commit>=3.7", "types-PyYAML"],
+    "dev": ["ruff>=0.6", "mypy>=1.11", "import-linter>=2.17", "pre-commit>=3.7", "types-PyYAML"],
 }
 
 setup(

@@ -12,7 +12,7 @@ steps, each with the sync of one module. Of each turn
     stall   its seconds less those of as many local steps (median of the run without syncs), mean of the two ranks,
             without rank skew
     inside  the part of it that is spent in the engine; in the rest the computation is slower than in a local step, as
-            messages are sent on the same cores, or the optimizer works in two parts
+            messages are sent on the same cores
 
 and the medians over the turns are printed. Rank skew: the engine does the same calls on both ranks, and of each
 the shorter one counts, for in the longer one a rank has waited for the other.

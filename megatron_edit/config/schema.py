@@ -381,7 +381,7 @@ class CheckpointConfig:
     )  # fmt: skip
     load_rng: bool = setting(True, "load the state of the random generators (dropout)")
     override_opt_param_scheduler: bool = setting(
-        False, "take the learning rate schedule from the flags; what is done anyhow"
+        False, "take the learning rate schedule from the flags, as is the default"
     )
     use_checkpoint_opt_param_scheduler: bool = setting(
         False, "take the learning rate schedule from the checkpoint, not from the flags"

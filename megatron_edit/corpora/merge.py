@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_edit.corpora.indexed_writer import IndexedWriter
 from megatron_edit.data.errors import DataError
-from megatron_edit.data.indexed import IndexedFiles, IndexedWriter, Manifest
+from megatron_edit.data.indexed import IndexedFiles, Manifest
 
 
 def merge_corpora(

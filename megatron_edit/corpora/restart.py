@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_edit.corpora.indexed_writer import WriterState
 from megatron_edit.corpora.inputs import STANDARD_INPUT
-from megatron_edit.data.indexed import WriterState
 
 
 @dataclass(frozen=True)

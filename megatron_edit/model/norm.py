@@ -7,12 +7,19 @@ costs a third of it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
+
+
+class NormConfig(Protocol):
+    """What is read of megatron-core's config of a transformer."""
+
+    params_dtype: torch.dtype
+    sequence_parallel: bool
+    use_cpu_initialization: bool
 
 
 class RMSNorm(nn.Module):
@@ -22,13 +29,13 @@ class RMSNorm(nn.Module):
     of them, which the attribute `sequence_parallel` tells megatron-core to add up.
 
     Args:
-        config: `params_dtype`, `sequence_parallel` and `use_cpu_initialization` are read.
+        config: megatron-core's own.
         hidden_size: size of the last dim.
         eps: added to the mean square.
         The rest is what megatron-core passes to every norm; it has no effect here.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: NormConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()

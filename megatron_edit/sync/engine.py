@@ -1,8 +1,9 @@
 """The sync of one replica's modules with the other replicas: every method of `tables/methods.py` on one engine.
 
-    after_step    the trigger says whether a sync is due; if so, the replicas exchange norms and step counts
-                  (`exchange.py`), and the placement (`placements.py`) sends the modules out and updates them
-    the rest      completes what is due before a save or an evaluation, and at the end of the run
+    after_step       the trigger says whether a sync is due; if so, the replicas exchange norms and step counts
+                     (`exchange.py`), and the placement (`placements.py`) sends the modules out and updates them
+    drain, sync_now  complete what is due: before a save or an evaluation; one sync more at the end of the run
+    take_results, take_warnings, agreed_parameters   what the log and an evaluation read
 
 Formulas: arXiv 2412.07210 and docs/methods.md; where this project decided, the docstring says ours.
 """

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
 
-from megatron_edit.sync.modules import ModuleShard
+from megatron_edit.sync.modules import MegatronOptimizer, ModuleShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

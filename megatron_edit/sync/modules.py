@@ -1,8 +1,8 @@
 """One bucket = one module: megatron-core's buckets cut at module edges, and this rank's shard of each module.
 
-A module is the embedding, one transformer layer, or the head (`tables/parameters.py`). Each is one bucket of
-megatron-core's DDP on every pipeline stage and chunk, hence one reduce-scatter, one all-gather and one sync.
-This file and `engine.py` are all that touches megatron-core's buckets.
+A module is the embedding, one transformer layer (or its attention and its MLP, with --edit-modules sublayer), or the
+head; `tables/parameters.py` says which. Each is one bucket of megatron-core's DDP on every pipeline stage and chunk,
+hence one reduce-scatter, one all-gather and one sync. These buckets are changed in this file only.
 """
 
 from __future__ import annotations

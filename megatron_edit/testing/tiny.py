@@ -1,4 +1,4 @@
-"""A tiny Llama on any layout, for tests: the fixture of the field reports, and one call that builds a replica."""
+"""A tiny Llama on any layout, for tests: the fixture of most tests, and one call that builds a replica."""
 
 from __future__ import annotations
 

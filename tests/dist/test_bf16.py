@@ -52,7 +52,7 @@ def unequal_replicas(records: list[RankRecord]) -> set[str]:
 
 
 @pytest.mark.parametrize("layout", ["R2xS2", "R3"])
-def test_b54_updates_below_one_bf16_step_reach_the_anchor(layout: str) -> None:
+def test_updates_below_one_bf16_step_reach_the_anchor(layout: str) -> None:
     assert lost_updates(run_engine(small_steps(layout))) == set()
 
 

@@ -82,7 +82,7 @@ def test_a_tensor_that_is_not_written_as_a_whole_is_no_checkpoint(tmp_path: Path
     assert CheckpointFolder(tmp_path).complete_iterations() == [] and not list(tmp_path.glob("iter_*"))
 
 
-# ---- B03: generators -------------------------------------------------------------------------------------------------
+# ---- generators (B03) ------------------------------------------------------------------------------------------------
 
 
 def test_every_rank_gets_its_own_generators_back(tmp_path: Path) -> None:

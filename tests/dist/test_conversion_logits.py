@@ -39,8 +39,8 @@ def model(kind: str, dtype: str = "float32", **changes: Any) -> dict[str, Any]:
     return {"class": kind, "dtype": dtype, "config": tiny(**changes)}
 
 
-B37 = {f"b37-{groups}": model("Llama", num_key_value_heads=groups) for groups in (8, 4, 2, 1)}
-B38_ONE = {
+GROUPED_QUERIES = {f"groups-{groups}": model("Llama", num_key_value_heads=groups) for groups in (8, 4, 2, 1)}
+ONE_FIELD = {
     "base": {"rope_theta": 500000.0},
     "eps-1e-6": {"rms_norm_eps": 1e-6},
     "eps-1e-5": {"rms_norm_eps": 1e-5},
@@ -50,12 +50,12 @@ B38_ONE = {
     "ffn": {"intermediate_size": 96},
     "positions": {"max_position_embeddings": 77},
 }
-B38_ALL = {
+ALL_FIELDS = {
     "rope_parameters": LLAMA3, "rms_norm_eps": 1e-3, "head_dim": 16, "attention_bias": True,
     "tie_word_embeddings": True, "intermediate_size": 96, "max_position_embeddings": 77,
 }  # fmt: skip
-B38 = {f"b38-{name}": model("Llama", **changes) for name, changes in B38_ONE.items()}
-B38["b38-all"] = {**model("Llama", **B38_ALL), "greedy": True}
+FIELDS = {f"field-{name}": model("Llama", **changes) for name, changes in ONE_FIELD.items()}
+FIELDS["all-fields"] = {**model("Llama", **ALL_FIELDS), "greedy": True}
 OTHERS = {
     "qwen2": model("Qwen2", tie_word_embeddings=True, num_key_value_heads=4),
     "qwen3": model("Qwen3", num_key_value_heads=1, head_dim=16),
@@ -93,7 +93,7 @@ def random_model(seed: int) -> dict[str, Any]:
 
 
 RANDOM = {f"random-{seed}": random_model(seed) for seed in range(8)}
-MODELS = {**B37, **B38, **OTHERS, **STORED, **RANDOM}
+MODELS = {**GROUPED_QUERIES, **FIELDS, **OTHERS, **STORED, **RANDOM}
 
 
 @pytest.fixture(scope="module")
@@ -127,19 +127,19 @@ def assert_equal_logits(folder: Path, tp: int, pp: int, names: list[str], suffix
 
 
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
-def test_b37_b38_b42_logits_are_those_of_transformers_on_every_layout(folder: Path, tp: int, pp: int) -> None:
+def test_logits_are_those_of_transformers_on_every_layout(folder: Path, tp: int, pp: int) -> None:
     """Field reports B37 (GQA), B38 (all fields, at 64 positions where 16 were the original length) and B42 (TP 4 with
     2 and 1 groups): every model on every layout of up to four ranks."""
     assert_equal_logits(folder, tp, pp, list(MODELS))
 
 
 def test_a_hugging_face_folder_is_run_without_converting_it(folder: Path) -> None:
-    assert_equal_logits(folder, 2, 1, ["b38-all", "qwen2", "qwen3-bias", "float16"], suffix="")
+    assert_equal_logits(folder, 2, 1, ["all-fields", "qwen2", "qwen3-bias", "float16"], suffix="")
 
 
 @pytest.mark.full("16 ranks on a few cores")
 def test_logits_on_sixteen_ranks(folder: Path) -> None:
-    assert_equal_logits(folder, 4, 4, ["b38-all", "qwen2", "qwen3", "mistral"])
+    assert_equal_logits(folder, 4, 4, ["all-fields", "qwen2", "qwen3", "mistral"])
 
 
 @pytest.mark.full("40 models of which each runs on six layouts")
@@ -198,7 +198,7 @@ for folder in sorted(ours.iterdir()):
 @pytest.mark.parametrize(("tp", "pp"), [(2, 4), (4, 2), (4, 4), (8, 1), (8, 2)])
 def test_larger_layouts_hold_the_same_values_in_one_process(folder: Path, tp: int, pp: int) -> None:
     """What each rank of a layout of more than four ranks takes: as inference slices it, and as training reads it."""
-    for name in ("b38-all", "qwen3", "b37-8", "b37-1"):
+    for name in ("all-fields", "qwen3", "groups-8", "groups-1"):
         weights = MegatronWeights(folder / f"{name}.megatron")
         shapes = full_parameter_shapes(weights.model, weights.vocab_size)
         for key, shape in shapes.items():
@@ -235,7 +235,7 @@ def generated(
 
 @pytest.mark.parametrize(
     ("name", "tp", "pp"),
-    [("b38-all", 1, 1), ("b38-all", 2, 2), pytest.param("qwen3-bias", 4, 1, marks=pytest.mark.full("one layout more"))],
+    [("all-fields", 1, 1), ("all-fields", 2, 2), pytest.param("qwen3-bias", 4, 1, marks=pytest.mark.full("one layout more"))],
 )
 def test_greedy_text_is_that_of_transformers(folder: Path, name: str, tp: int, pp: int) -> None:
     expected = json.loads((folder / f"{name}.greedy").read_text())

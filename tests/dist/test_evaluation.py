@@ -93,7 +93,7 @@ def plain_loss(run: Run, parameters: Parameters) -> tuple[float, int]:
     ["R1xS2", "R2xS2", "R3", "R2xTP2", "R2xPP2 interleaved"]
     + [pytest.param(layout, marks=FULL) for layout in ("R2", "R2xPP2", "R2xTP2xPP2")],
 )
-def test_b19_the_loss_is_that_of_the_anchor_on_every_layout(layout: str) -> None:
+def test_the_loss_is_that_of_the_anchor_on_every_layout(layout: str) -> None:
     """After 2 steps the anchor is the initial weights; after step 3 a sync is due, and completed; then local steps."""
     run = evaluated_run(layout, 5)
     results = run_ranks(losses_after_each_step, run.world_size, run)

@@ -152,7 +152,7 @@ def test_the_clipped_pseudo_gradient_is_at_most_phi_long(phi: float) -> None:
 
 
 @pytest.mark.parametrize("data", [tiny_global_batch, pytest.param(masked_batch, marks=FULL)])
-def test_b45_local_sgd_with_interval_1_and_the_mean_is_synchronous_sgd(data: Any) -> None:
+def test_local_sgd_with_interval_1_and_the_mean_is_synchronous_sgd(data: Any) -> None:
     """Equal token counts: the mean of the replicas' gradients is the gradient of the whole batch."""
     if data is masked_batch:
         data = equally_masked

@@ -40,7 +40,7 @@ def by_module(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize("dtype", RELATIVE)
-def test_b54_replicas_are_byte_equal_and_the_error_is_within_the_bound(dtype: str, replicas: int) -> None:
+def test_replicas_are_byte_equal_and_the_error_is_within_the_bound(dtype: str, replicas: int) -> None:
     records, exact = one_sync(replicas, dtype), one_sync(replicas, "fp32")
     for what in ("anchor", "outer momentum", "masters", "weights"):
         assert len({record.digests[what] for record in records}) == 1, what
@@ -56,7 +56,7 @@ def test_b54_replicas_are_byte_equal_and_the_error_is_within_the_bound(dtype: st
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_b54_updates_smaller_than_a_bf16_step_of_the_weights_are_not_lost(dtype: str) -> None:
+def test_updates_smaller_than_a_bf16_step_of_the_weights_are_not_lost(dtype: str) -> None:
     """The pseudo gradient comes from the fp32 masters of a bf16 model, whatever crosses the link."""
     assert lost_updates(run_engine(small_steps("R2").changed(edit_comm_dtype=dtype))) == set()
 

@@ -1,6 +1,6 @@
 """Runs of the command on a tiny Llama, and what they print, taken apart.
 
-The model is the fixture of the field reports: 4 layers, hidden size 64, 8 heads in 2 groups, sequence 32, vocabulary
+The model: 4 layers, hidden size 64, 8 heads in 2 groups, sequence 32, vocabulary
 259; micro batch 2, global batch 8.
 """
 

@@ -325,7 +325,7 @@ def test_damaged_files(damage: str, suffix: str, copied: Path, tmp_path: Path) -
     if damage == "folder":
         path.mkdir()
     if damage in ("empty", "cut", "text"):
-        text = b"This is no index. " * (len(content) // 18 + 1)
+        text = b"This is not an index. " * (len(content) // 22 + 1)
         path.write_bytes({"empty": b"", "cut": content[:-1], "text": text[: len(content)]}[damage])
     one(refuse_data(tmp_path, "data/corpus"), f"data/corpus{suffix}")
 
@@ -376,7 +376,7 @@ def test_tokenizer_files_that_cannot_be(tokenizer: str, kind: str, corpora: Corp
     if kind == "folder":
         path.mkdir()
     if kind in ("empty", "text"):
-        path.write_text("" if kind == "empty" else "This is no tokenizer.")
+        path.write_text("" if kind == "empty" else "This is not a tokenizer.")
     given = None if kind == "not given" else "tokenizer"
     lines = refuse_data(tmp_path, corpora.documents_200, tokenizer_type=tokenizer, tokenizer_model=given)
     one(lines, "--tokenizer-model", *([] if given is None else ["tokenizer"]))

@@ -57,7 +57,7 @@ def refused(result: CommandResult) -> str:
     return speaking[0]
 
 
-# ---- B02: whose learning rate ----------------------------------------------------------------------------------------
+# ---- whose learning rate (B02) ---------------------------------------------------------------------------------------
 
 COSINE = {"lr": 1e-4, "min_lr": 1e-5, "lr_decay_style": "cosine", "lr_warmup_iters": 4}
 
@@ -195,7 +195,7 @@ def test_generators_are_restored_unless_told_otherwise(tmp_path: Path) -> None:
     assert "--no-load-rng" in without.stdout
 
 
-# ---- B21: which one --------------------------------------------------------------------------------------------------
+# ---- which one (B21) -------------------------------------------------------------------------------------------------
 
 
 def test_an_asked_iteration_wins_or_is_an_error(saved: Path) -> None:
@@ -339,7 +339,7 @@ def test_local_replicas_do_not_go_back_to_synchronous_steps(settings: dict[str, 
     assert named in refused(start(2, **{**SMALL, **settings}, train_iters=20, load=str(saved)))
 
 
-# ---- B24: keeping ----------------------------------------------------------------------------------------------------
+# ---- keeping (B24) ---------------------------------------------------------------------------------------------------
 
 
 def test_a_restart_keeps_what_it_promised(tmp_path: Path) -> None:
@@ -446,7 +446,7 @@ def test_another_order_of_samples_is_said_loudly(run: Path) -> None:
     assert "*** --seed was 1234, is 7: the order of samples is another one" in train(2, **settings, seed=7).stdout
 
 
-def test_b55_the_logged_loss_does_not_jump_at_a_resize(tmp_path: Path) -> None:
+def test_the_logged_loss_does_not_jump_at_a_resize(tmp_path: Path) -> None:
     """Saved at a sync, so all replicas go on from one anchor: the next global batch has one mean, for any number."""
     train(2, **SMALL, train_iters=6, save=str(tmp_path))
     after = {}

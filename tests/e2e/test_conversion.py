@@ -81,7 +81,7 @@ def in_transformers(folder: Path, windows: Any, prompt: str, scratch: Path) -> d
     return found
 
 
-def test_b40_a_trained_model_is_the_same_in_transformers(tmp_path: Path, corpora: Corpora) -> None:
+def test_a_trained_model_is_the_same_in_transformers(tmp_path: Path, corpora: Corpora) -> None:
     """Field report B40, and: 50 steps, exported, the same validation loss and the same greedy text. The vocabulary of
     259 is padded to 384 here."""
     run, prompt = tmp_path / "run", "the anchor of"
@@ -158,7 +158,7 @@ def test_large_hidden_states_are_no_difference_and_a_wrong_weight_is(tmp_path: P
 
 
 @pytest.mark.parametrize("untied", [True, False])
-def test_b40_the_padding_of_tensor_parallel_does_not_leak(tmp_path: Path, untied: bool) -> None:
+def test_the_padding_of_tensor_parallel_does_not_leak(tmp_path: Path, untied: bool) -> None:
     """Trained with 512 rows on two ranks; exported with 259; taken up again elsewhere."""
     run, hf = tmp_path / "run", tmp_path / "hf"
     settings = {"tensor_model_parallel_size": 2, "edit_num_replicas": 1, "untie_embeddings_and_output_weights": untied}
@@ -194,7 +194,7 @@ def of_file() -> dict[str, Any]:
         (1, {2: {"tensor_model_parallel_size": 2, "sequence_parallel": True}}),
     ],
 )  # fmt: skip
-def test_b42_converted_weights_train_alike_on_every_layout(
+def test_converted_weights_train_alike_on_every_layout(
     tmp_path: Path, groups: int, layouts: dict[int, dict[str, Any]]
 ) -> None:
     """Field report B42: import, 3 iterations, export; 2 groups on 4 tensor parallel ranks, 1 on 2, and a virtual

@@ -61,7 +61,7 @@ def test_a_place_of_its_own(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-# ---- B58: pipelines, trackers, restarts ------------------------------------------------------------------------------
+# ---- pipelines, trackers, restarts (B58) -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

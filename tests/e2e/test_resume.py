@@ -221,7 +221,7 @@ def test_iterations_before_a_stop_are_logged(tmp_path: Path) -> None:
     assert float(found[7]) == pytest.approx((each[6] + each[7]) / 2, abs=2e-6)
 
 
-# ---- B07: nothing left to do -----------------------------------------------------------------------------------------
+# ---- nothing left to do (B07) ----------------------------------------------------------------------------------------
 
 
 def test_nothing_left_to_do_touches_nothing(tmp_path: Path) -> None:

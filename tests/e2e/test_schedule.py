@@ -16,7 +16,7 @@ import torch
 from megatron_edit.testing.command import CommandResult
 from tests.e2e.runs import losses, masters, syncs, train, training_lines, weights_of
 
-# ---- B46: syncs ------------------------------------------------------------------------------------------------------
+# ---- syncs (B46) -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("placement", ["forward", "step"])
@@ -60,7 +60,7 @@ def test_runs_without_a_sync() -> None:
         assert syncs(train(2, **settings).stdout) == {}, settings
 
 
-# ---- B48: the weights at the end -------------------------------------------------------------------------------------
+# ---- the weights at the end (B48) ------------------------------------------------------------------------------------
 
 
 def weights_of_each_rank(folder: Path) -> Callable[[int], None]:
@@ -114,7 +114,7 @@ def test_a_stop_between_syncs_makes_no_sync_and_no_final_weights(tmp_path: Path)
     assert not any(torch.equal(local[0][name], local[1][name]) for name in local[0])  # the work of both is kept
 
 
-# ---- B55: the logged loss --------------------------------------------------------------------------------------------
+# ---- the logged loss (B55) -------------------------------------------------------------------------------------------
 
 
 def same_sample_everywhere(rank: int) -> None:
@@ -187,7 +187,7 @@ def test_the_last_line_holds_the_rest(tmp_path: Path) -> None:
     assert float(result[8]) == pytest.approx((each[6] + each[7] + each[8]) / 3, abs=2e-6)
 
 
-# ---- B58: pipelines --------------------------------------------------------------------------------------------------
+# ---- pipelines (B58) -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", [{"edit_num_replicas": 1}, {"num_layers_per_virtual_pipeline_stage": 1,
@@ -203,7 +203,7 @@ def test_the_true_loss_is_printed_with_a_pipeline(layout: dict[str, Any]) -> Non
     assert all("iteration" not in rank.stdout for rank in found.ranks[1:])
 
 
-# ---- B60: the learning rate ------------------------------------------------------------------------------------------
+# ---- the learning rate (B60) -----------------------------------------------------------------------------------------
 
 
 def cosine(iteration: int, warmup: int, decay: int, peak: float = 1e-3, floor: float = 1e-5) -> float:

@@ -38,7 +38,7 @@ def run_python(*words: str) -> str:
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
-    """The fixture of the field reports as values of config.json, changed."""
+    """The tests' tiny Llama as values of config.json, changed."""
     return {
         "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
         "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 128, **changes,

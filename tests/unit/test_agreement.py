@@ -11,8 +11,8 @@ from torch.distributed import HashStore, Store
 
 from megatron_edit.config import configure
 from megatron_edit.config.settings import SETTINGS
+from megatron_edit.corpora.indexed_writer import IndexedWriter
 from megatron_edit.data.checked import check_data
-from megatron_edit.data.indexed import IndexedWriter
 from megatron_edit.data.tokenizers import ByteTokenizer
 from megatron_edit.ranks import store as store_module
 from megatron_edit.ranks.agreement import AbsentRankError, RanksDifferError, Report, agree, differences, ranks_text

@@ -107,7 +107,7 @@ def test_unequal_steps_meet_when_a_sync_is_decided() -> None:
     assert said == ["sync 2 at iteration 4: put off, all replicas together have taken fewer than "
                     "--edit-min-total-steps 9"]  # fmt: skip
     assert boundaries.iteration_of(decision(1, 2)) == 3, "where the replicas met, not its own steps"
-    assert boundaries.iteration_of(decision(3, 9)) == 4, "the last sync of a run is no meeting"
+    assert boundaries.iteration_of(decision(3, 9)) == 4, "the last sync of a run is not a meeting"
     assert not boundaries.is_end
     boundaries.begin()
     boundaries.after_step(None)

@@ -83,7 +83,7 @@ INVALID = [
 
 
 @pytest.mark.parametrize("row", VALID, ids=str)
-def test_b08_valid_sizes(row: Sizes) -> None:
+def test_valid_sizes(row: Sizes) -> None:
     config = resolved(size_flags(row.tp, row.pp, row.replicas, row.micro, row.batch), row.world)
     plan = batch_plan(config, row.world)
     assert plan is not None
@@ -94,7 +94,7 @@ def test_b08_valid_sizes(row: Sizes) -> None:
 
 
 @pytest.mark.parametrize("row", INVALID, ids=str)
-def test_b08_invalid_sizes(row: Sizes) -> None:
+def test_invalid_sizes(row: Sizes) -> None:
     sizes = {"tp": row.tp, "pp": row.pp, "replicas": row.replicas, "micro": row.micro, "batch": row.batch}
     (problem,) = problems_of(size_flags(**sizes), row.world)
     numbers = {int(n) for n in re.findall(r"\d+", problem)}
@@ -104,7 +104,7 @@ def test_b08_invalid_sizes(row: Sizes) -> None:
     assert problems_of(size_flags(**{k: v for k, v in fixed.items() if k != "world"}), fixed["world"]) == []
 
 
-def test_b08_global_batch_stays_on_a_resize() -> None:
+def test_global_batch_stays_on_a_resize() -> None:
     flags = f"{BASE} --micro-batch-size 2 --global-batch-size 16 --edit-num-replicas"
     for world, replicas, microbatches in ((2, 2, 4), (4, 4, 2), (8, 4, 1)):
         plan = batch_plan(resolved(f"{flags} {replicas}", world), world)
@@ -156,7 +156,7 @@ def test_replicas_that_cannot_be_derived_are_asked_for() -> None:
     assert "--edit-num-replicas is not given" in problem and "12" in problem and "5" in problem
 
 
-def test_b17_layers_and_stages() -> None:
+def test_layers_and_stages() -> None:
     flags = f"{BASE} --global-batch-size 8 --edit-num-replicas 1 --num-layers"
     (problem,) = problems_of(f"{flags} 5 --pipeline-model-parallel-size 2")
     assert "--num-layers 5" in problem and "--pipeline-model-parallel-size 2" in problem and "4 or 6" in problem
@@ -165,7 +165,7 @@ def test_b17_layers_and_stages() -> None:
     assert "28 or 32" in problem and "3 or 5" in problem
 
 
-def test_b17_uneven_stages_are_refused_by_name() -> None:
+def test_uneven_stages_are_refused_by_name() -> None:
     with pytest.raises(ConfigError) as error:
         load_config(f"{BASE} --num-layers 4 --decoder-last-pipeline-num-layers 1".split())
     assert "--decoder-last-pipeline-num-layers 1 is refused" in error.value.problems[0]
@@ -185,7 +185,7 @@ def test_interleaved_pipeline() -> None:
     assert "two or more equal chunks" in problem
 
 
-def test_b42_key_value_heads_and_tensor_parallel() -> None:
+def test_key_value_heads_and_tensor_parallel() -> None:
     flags = f"{BASE} --global-batch-size 8 --edit-num-replicas 1 --num-query-groups"
     assert problems_of(f"{flags} 2 --tensor-model-parallel-size 4") == []  # two ranks share a group
     assert problems_of(f"{flags} 1 --tensor-model-parallel-size 4") == []

@@ -28,7 +28,7 @@ from megatron_edit.data.errors import DataError
         ("2e1,.5,79.5", (0.2, 0.005, 0.795)),
     ],
 )
-def test_b34_split_is_normalised(text: str, shares: tuple[float, ...]) -> None:
+def test_split_is_normalised(text: str, shares: tuple[float, ...]) -> None:
     assert parse_split(text) == pytest.approx(shares, abs=1e-12)
 
 
@@ -110,7 +110,7 @@ def test_a_blend_of_nothing_is_refused() -> None:
         parse_blend([])
 
 
-def test_b34_split_problem_names_the_flag() -> None:
+def test_split_problem_names_the_flag() -> None:
     flags = "--train-iters 9 --global-batch-size 8 --tokenizer-type ByteTokenizer --data-path a --split"
     (problem,) = check(load_config([*flags.split(), "90,abc5,5"]), 1, 1, "cpu")
     assert "--split 90,abc5,5" in problem and "'abc5'" in problem
@@ -118,7 +118,7 @@ def test_b34_split_problem_names_the_flag() -> None:
     assert "nothing for training" in problem
 
 
-def test_b34_blend_problem_names_the_flag() -> None:
+def test_blend_problem_names_the_flag() -> None:
     flags = "--train-iters 9 --global-batch-size 8 --tokenizer-type ByteTokenizer --data-path 0.5 a nan b"
     (problem,) = check(load_config(flags.split()), 1, 1, "cpu")
     assert "--data-path 0.5 a nan b" in problem and "'nan'" in problem

@@ -112,7 +112,7 @@ def test_fused_projections_split_into_what_was_joined(groups: int, per_group: in
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_b38_settings_come_back_from_config_json(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_settings_come_back_from_config_json(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Field report B38: every field off its default comes back, in whichever spelling rope is written."""
     entry = ARCHITECTURES[data.draw(st.sampled_from(sorted(ARCHITECTURES)))]
     bias = {name: value for names in entry.switches.values() for value in [data.draw(st.booleans())] for name in names}

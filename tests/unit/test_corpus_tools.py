@@ -299,13 +299,12 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_with_1_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_edit.corpora import tool
-    from megatron_edit.data import indexed
+    from megatron_edit.corpora import indexed_writer, tool
 
     def full(stream: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(indexed, "_sync", full)
+    monkeypatch.setattr(indexed_writer, "_sync", full)
     good = write_lines(tmp_path / "good.jsonl", ["good"])
     with pytest.raises(SystemExit) as caught:
         tool.run_tool(lambda: print(preprocess([good], str(tmp_path / "out"), BYTES)))

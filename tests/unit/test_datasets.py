@@ -20,11 +20,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.core.datasets.utils import Split
 
 from megatron_edit.config.values import Blend
+from megatron_edit.corpora.indexed_writer import IndexedWriter
 from megatron_edit.data.blend import SplitSource, resolve_sources, set_name, validation_splits
 from megatron_edit.data.check import DocumentEnds, check_data_files
 from megatron_edit.data.datasets import MockDataset, build_mock_split, build_split
 from megatron_edit.data.errors import DataError
-from megatron_edit.data.indexed import IndexedWriter, Manifest
+from megatron_edit.data.indexed import Manifest
 from megatron_edit.data.tokenizers import ByteTokenizer, NullTokenizer, Tokenizer
 
 BYTES = ByteTokenizer()

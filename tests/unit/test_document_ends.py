@@ -14,11 +14,11 @@ from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import with_values
 from megatron_edit.config.values import Blend
+from megatron_edit.corpora.indexed_writer import IndexedWriter
 from megatron_edit.data.blend import SplitSource, resolve_sources
 from megatron_edit.data.check import DocumentEnds, check_data_files
 from megatron_edit.data.datasets import build_split, number_documents, positions_in_documents
 from megatron_edit.data.errors import DataError
-from megatron_edit.data.indexed import IndexedWriter
 from megatron_edit.data.loader import MicrobatchLoader, RankPlace
 from megatron_edit.data.tokenizers import ByteTokenizer
 from megatron_edit.model.loss import document_attention_mask

@@ -59,10 +59,6 @@ def test_views_into_a_larger_buffer_are_updated_in_place_and_nothing_else_is() -
     assert buffer.tolist() == [0.5] * 10 + [-1.0] * 10 + [0.0] * 10
 
 
-def test_an_empty_shard_is_fine() -> None:
-    nesterov_step_(torch.zeros(0), torch.zeros(0), torch.zeros(0), 1.0, 0.7, 0.8)
-
-
 class LargestAllocation(TorchDispatchMode):
     """Elements of the largest result of any operation that lies in none of the given storages."""
 
@@ -91,6 +87,19 @@ def test_allocates_nothing_of_the_shards_size(name: str) -> None:
     with LargestAllocation(anchor) as watch:  # the watch itself sees an allocation
         torch.add(anchor, anchor)
     assert watch.numel == SIZE
+
+
+@pytest.mark.parametrize("name", OUTER_STEPS)
+def test_shards_give_what_the_whole_gives_an_empty_one_among_them(name: str) -> None:
+    whole = [torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    cut = [[piece.clone() for piece in tensor.split([100, 0, SIZE - 100])] for tensor in whole]
+    before = whole[0].clone()
+    OUTER_STEPS[name](*whole, 0.9, EVERY_SETTING)
+    for shard in zip(*cut, strict=True):
+        OUTER_STEPS[name](*shard, 0.9, EVERY_SETTING)
+    for tensor, pieces in zip(whole[:2], cut[:2], strict=True):  # anchor, outer momentum
+        torch.testing.assert_close(torch.cat(pieces), tensor, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(whole[0], before)
 
 
 @pytest.mark.parametrize("name", OUTER_STEPS)

@@ -25,13 +25,14 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 
 from megatron_edit.corpora import batches
 from megatron_edit.corpora.batches import cut_long_text
+from megatron_edit.corpora.indexed_writer import IndexedWriter
 from megatron_edit.corpora.inputs import find_inputs, lines_before, portions
 from megatron_edit.corpora.merge import merge_corpora
 from megatron_edit.corpora.preprocess import CorpusReport, TokenizerSpec, preprocess
 from megatron_edit.corpora.progress import Progress
 from megatron_edit.corpora.train_tokenizer import train_sentencepiece
 from megatron_edit.data.errors import DataError
-from megatron_edit.data.indexed import IndexedWriter, Manifest
+from megatron_edit.data.indexed import Manifest
 from megatron_edit.data.tokenizers import ByteTokenizer, Tokenizer
 from tests.unit.test_corpus_tools import BYTES, EOD, REPOSITORY, documents, run_tool, texts_of, write_lines
 from tests.unit.test_tokenizers import BOTH, hf_folder

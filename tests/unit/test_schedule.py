@@ -41,7 +41,7 @@ def megatron_rates(o: OptimizerConfig, warmup: float, decay: int, wsd: int, iter
 @pytest.mark.parametrize(("style", "wsd_style"), STYLES)
 @pytest.mark.parametrize("warmup", [0, 5, None])  # None: the fraction 0.25
 @pytest.mark.parametrize("decay", [None, 15, 20, 40])
-def test_b60_every_iteration_equals_megatron_core(
+def test_every_iteration_equals_megatron_core(
     style: str, wsd_style: str, warmup: int | None, decay: int | None
 ) -> None:
     wsd = 4 if style == "WSD" else None
@@ -70,7 +70,7 @@ def test_b60_every_iteration_equals_megatron_core(
         assert ours == [schedule.at_samples((k - 1) * BATCH) for k in range(1, 46)]
 
 
-def test_b60_table_by_hand() -> None:
+def test_table_by_hand() -> None:
     def rates(warmup: int, decay: int | None, iterations: tuple[int, ...]) -> list[float]:
         optimizer = OptimizerConfig(lr=1.0, lr_decay_style="linear", lr_warmup_iters=warmup, lr_decay_iters=decay)
         schedule = LearningRateSchedule(optimizer, RUN, BatchSchedule.constant(BATCH))
@@ -105,13 +105,13 @@ def problems_of(flags: str) -> list[str]:
         ("--lr-decay-style WSD --lr-wsd-decay-iters 16 --lr-warmup-iters 5", ["16", "15 iterations would"]),
     ],
 )  # fmt: skip
-def test_b60_contradictions_are_refused(flags: str, named: list[str]) -> None:
+def test_contradictions_are_refused(flags: str, named: list[str]) -> None:
     (problem,) = problems_of(flags)
     for part in named:
         assert part in problem, problem
 
 
-def test_b60_decay_unlike_the_run_prints_a_note() -> None:
+def test_decay_unlike_the_run_prints_a_note() -> None:
     def found(flags: str) -> str:
         argv = f"--mock-data --train-iters {RUN} --global-batch-size {BATCH} --edit-method baseline {flags}"
         return "\n".join(notes(resolve(load_config(argv.split()), 1, 1, "cpu")))

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_edit.corpora.indexed_writer import IndexedWriter
 from megatron_edit.data.blend import SplitSource, resolve_sources
 from megatron_edit.data.check import check_data_files
 from megatron_edit.data.datasets import build_split
-from megatron_edit.data.indexed import IndexedWriter
 from megatron_edit.data.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()

@@ -1,4 +1,4 @@
-"""Field reports on what a layout must not change: losses, norms, updates, and what counts as a token."""
+"""What a layout must not change: losses, norms, updates, and what counts as a token. Field reports B09, B13 to B16."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def mean_losses(records: list[RankRecord], replica: int | None = None) -> list[f
     return [sum(loss for loss, _ in step) / sum(tokens for _, tokens in step) for step in steps]
 
 
-# ---- B09 -----------------------------------------------------------------------------------------------------------
+# ---- losses (B09) ----------------------------------------------------------------------------------------------------
 
 
-def test_b09_losses_do_not_depend_on_the_layout_and_copies_stay_equal() -> None:
+def test_losses_do_not_depend_on_the_layout_and_copies_stay_equal() -> None:
     expected: list[float] = []
     cases = [(grid, False) for grid in GRIDS] + [((2, 1, 1), True), ((2, 2, 1), True)]
     for grid, sequence_parallel in cases:
@@ -69,7 +69,7 @@ def test_b09_losses_do_not_depend_on_the_layout_and_copies_stay_equal() -> None:
     assert expected[0] - expected[-1] > 0.1
 
 
-# ---- B13 -----------------------------------------------------------------------------------------------------------
+# ---- overlap (B13) ---------------------------------------------------------------------------------------------------
 
 
 def losses_of_plain_data_parallelism(
@@ -117,7 +117,7 @@ def losses_of_plain_data_parallelism(
 
 
 @pytest.mark.parametrize("bucket_size", [None, 1])
-def test_b13_overlap_changes_no_loss_by_one_bit(bucket_size: int | None) -> None:
+def test_overlap_changes_no_loss_by_one_bit(bucket_size: int | None) -> None:
     """Modules gathered just before they compute, against no overlap with one bucket, or one a parameter; clip off:
     the gradient norm sums up in another order. Warm-up of two replicas is the same sum once more."""
     run = grid_run((1, 1, 2), steps=20, clip_grad=0.0)
@@ -128,11 +128,11 @@ def test_b13_overlap_changes_no_loss_by_one_bit(bucket_size: int | None) -> None
     assert plain[0][-1] < plain[0][0], "the weights of the last step must not do as well"
 
 
-# ---- B14 -----------------------------------------------------------------------------------------------------------
+# ---- gradient norm and clip (B14) ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_b14_one_gradient_norm_and_one_clipped_update_in_all_layouts(tied: bool) -> None:
+def test_one_gradient_norm_and_one_clipped_update_in_all_layouts(tied: bool) -> None:
     """Plain SGD, so that the clip shows in the update; the reference has seen no layout."""
     settings = {**PLAIN_SGD, "lr": 1e6, "untie_embeddings_and_output_weights": not tied}
     (record,) = run_engine(grid_run((1, 1, 1), steps=1, **{**settings, "clip_grad": 1e9}))
@@ -145,7 +145,7 @@ def test_b14_one_gradient_norm_and_one_clipped_update_in_all_layouts(tied: bool)
         assert differences(run, records) == {}, grid
 
 
-# ---- B15 -----------------------------------------------------------------------------------------------------------
+# ---- microbatches in bf16 (B15) --------------------------------------------------------------------------------------
 
 
 def gradient_of_one_step(
@@ -174,7 +174,7 @@ def bf16_run(micro_batch_size: int, **settings: Any) -> Run:
     return grid_run((1, 1, 1), steps=1, **{"bf16": True, "clip_grad": 0.0, **batch, **settings})
 
 
-def test_b15_microbatches_in_bf16_add_up_in_fp32() -> None:
+def test_microbatches_in_bf16_add_up_in_fp32() -> None:
     ((expected, _),) = run_ranks(gradient_of_one_step, 1, bf16_run(4, bf16=False), 1.0, 1.0)
     for micro_batch_size in (1, 4, 16):
         ((norm, _),) = run_ranks(gradient_of_one_step, 1, bf16_run(micro_batch_size), 1.0, 1.0)
@@ -188,12 +188,12 @@ def small_part_error(**settings: Any) -> float:
     return float((both - large - small).norm() / small.norm())
 
 
-def test_b15_small_microbatches_are_not_lost_next_to_a_large_one() -> None:
+def test_small_microbatches_are_not_lost_next_to_a_large_one() -> None:
     assert small_part_error() < 1e-3
     assert small_part_error(accumulate_allreduce_grads_in_fp32=False) > 0.1, "this test would not see the fault"
 
 
-# ---- B16 -----------------------------------------------------------------------------------------------------------
+# ---- tokens that count (B16) -----------------------------------------------------------------------------------------
 
 
 def masked_rows(config: Config, iteration: int, rows: slice, iterations: tuple[int, ...]) -> Batch:
@@ -210,7 +210,7 @@ EVERYTHING = partial(masked_rows, rows=slice(None), iterations=(2, 5))
 
 @pytest.mark.parametrize("method", ["edit", "baseline"])
 @pytest.mark.parametrize("data", [ONE_SHARD, ONE_REPLICA, EVERYTHING], ids=["one shard", "one replica", "everything"])
-def test_b16_a_share_without_tokens_adds_nothing_and_counts_nothing(data: Any, method: str) -> None:
+def test_a_share_without_tokens_adds_nothing_and_counts_nothing(data: Any, method: str) -> None:
     """The reference takes the mean over the tokens that count; a replica without a step is left out of a sync."""
     run = Run(4, {"edit_num_replicas": 2, "edit_method": method, "adam_eps": 1e-6}, 7, data)
     records = run_engine(run)
@@ -222,7 +222,7 @@ def test_b16_a_share_without_tokens_adds_nothing_and_counts_nothing(data: Any, m
 
 
 @pytest.mark.parametrize("layout", [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}])
-def test_b16_a_step_without_any_token_leaves_the_weights_unchanged_and_says_so(layout: dict[str, int]) -> None:
+def test_a_step_without_any_token_leaves_the_weights_unchanged_and_says_so(layout: dict[str, int]) -> None:
     def digests_after(steps: int, data: Any = EVERYTHING) -> list[RankRecord]:
         return run_engine(Run(2, {"edit_num_replicas": 1, **layout}, steps, data))
 

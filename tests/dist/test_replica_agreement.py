@@ -1,4 +1,4 @@
-"""Field reports on the sync itself: who averages with whom, when, and what is reported."""
+"""The sync itself: who averages with whom, when, and what is reported. Field reports B44 to B46, B55."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_edit.train.step import TrainStep
 from tests.dist.against_reference import differences
 from tests.dist.checkpoint_runs import save
 from tests.dist.engine_runs import Batch, Parameters, RankRecord, Run, digests, learning_rate, run_engine
-from tests.dist.test_field_reports_layouts import mean_losses
+from tests.dist.test_layout_invariance import mean_losses
 from tests.dist.test_identities import PLAIN_MEAN, identity_run, largest_difference, leaders
 
 FULL = pytest.mark.full("the rest of the layouts and methods")
@@ -45,11 +45,11 @@ def digests_of_each_step(rank: int, world_size: int, run: Run) -> list[dict[str,
     return found
 
 
-# ---- B44 -----------------------------------------------------------------------------------------------------------
+# ---- parameters of the replicas (B44) --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["R2xTP2", "R3"])
-def test_b44_replicas_are_equal_at_the_start_and_after_each_sync_and_differ_in_between(layout: str) -> None:
+def test_replicas_are_equal_at_the_start_and_after_each_sync_and_differ_in_between(layout: str) -> None:
     interval, syncs = 4, 5
     run = identity_run(layout, interval * syncs, constant_halves, edit_sync_interval=interval)
     replicas = run.config.edit.edit_num_replicas
@@ -62,7 +62,7 @@ def test_b44_replicas_are_equal_at_the_start_and_after_each_sync_and_differ_in_b
             assert len({found["anchor"] for found in of_replicas}) == 1
 
 
-def test_b44_the_outer_step_is_the_closed_formula_of_nesterov_and_goes_downhill() -> None:
+def test_the_outer_step_is_the_closed_formula_of_nesterov_and_goes_downhill() -> None:
     """theta_k = theta_(k-1) - eta (g_k + mu m_k), m_k = sum_j mu^(k-j) g_j, g_j = theta_(j-1) - mean(local_j)."""
     interval, syncs, eta, mu = 4, 3, 0.7, 0.8
     settings = {**PLAIN_MEAN, "edit_outer_lr": eta, "edit_outer_momentum": mu}
@@ -82,10 +82,10 @@ def test_b44_the_outer_step_is_the_closed_formula_of_nesterov_and_goes_downhill(
     assert losses[-1] < losses[0] - 0.1
 
 
-# ---- B45 (its first case is in test_identities) --------------------------------------------------------------------
+# ---- who averages with whom (B45; its first case is in test_identities) ----------------------------------------------
 
 
-def test_b45_ranks_of_a_replica_are_equal_at_each_step_and_replicas_at_syncs_only() -> None:
+def test_ranks_of_a_replica_are_equal_at_each_step_and_replicas_at_syncs_only() -> None:
     run = identity_run("R2xS2", 8, edit_sync_interval=4)
     histories = run_ranks(digests_of_each_step, 4, run)
     for iteration, ranks in enumerate(zip(*histories, strict=True)):
@@ -101,7 +101,7 @@ def groups_of_this_rank(rank: int, world_size: int, run: Run) -> dict[str, list[
     return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
 
 
-def test_b45_gradients_and_averages_travel_in_different_groups() -> None:
+def test_gradients_and_averages_travel_in_different_groups() -> None:
     """Two replicas of two shards of two tensor parallel ranks."""
     run = identity_run("R2xTP2", 1)
     for rank, groups in enumerate(run_ranks(groups_of_this_rank, 8, run.changed(world_size=8))):
@@ -112,7 +112,7 @@ def test_b45_gradients_and_averages_travel_in_different_groups() -> None:
         assert groups["sync"] == groups["sync_control"] == [rank % 4, rank % 4 + 4]
 
 
-# ---- B46 -----------------------------------------------------------------------------------------------------------
+# ---- planned syncs (B46) ---------------------------------------------------------------------------------------------
 
 
 def one_masked_step(config: Config, iteration: int) -> Batch:
@@ -123,7 +123,7 @@ def one_masked_step(config: Config, iteration: int) -> Batch:
     return batch
 
 
-B46 = Run(
+PLANNED = Run(
     2,
     {"edit_num_replicas": 2, "edit_sync_interval": 4, "edit_warmup_steps": 4, "micro_batch_size": 1},
     steps=24,
@@ -154,8 +154,8 @@ def steps_from_to(
     return decided, digests(replica)
 
 
-def test_b46_exactly_the_planned_syncs_with_and_without_a_restart(tmp_path: Path) -> None:
-    run = partial(run_ranks, steps_from_to, 2, B46)
+def test_exactly_the_planned_syncs_with_and_without_a_restart(tmp_path: Path) -> None:
+    run = partial(run_ranks, steps_from_to, 2, PLANNED)
     straight = run(tmp_path / "straight", 1, 24)
     for restart in (16, 18):
         before = run(tmp_path / str(restart), 1, restart)
@@ -165,7 +165,7 @@ def test_b46_exactly_the_planned_syncs_with_and_without_a_restart(tmp_path: Path
             assert second[1] == whole[1], "a run that was stopped is byte-equal to one that was not"
 
 
-# ---- B55 -----------------------------------------------------------------------------------------------------------
+# ---- the logged loss (B55) -------------------------------------------------------------------------------------------
 
 
 def same_for_all(config: Config, iteration: int, masked_replica: int | None = None) -> Batch:
@@ -181,7 +181,7 @@ def same_for_all(config: Config, iteration: int, masked_replica: int | None = No
     return {"tokens": samples[:, :-1].contiguous(), "labels": samples[:, 1:].contiguous(), "loss_mask": mask}
 
 
-def b55_records(replicas: int, masked_replica: int | None = None, **settings: Any) -> list[RankRecord]:
+def records_on_the_same_data(replicas: int, masked_replica: int | None = None, **settings: Any) -> list[RankRecord]:
     merged = {"edit_num_replicas": replicas, "global_batch_size": 4 * replicas, "adam_eps": 1e-6, **settings}
     data = partial(same_for_all, masked_replica=masked_replica)
     run = Run(replicas, merged, 7, data)
@@ -191,9 +191,9 @@ def b55_records(replicas: int, masked_replica: int | None = None, **settings: An
 
 
 @pytest.mark.parametrize("method", ["edit", pytest.param("baseline", marks=FULL)])
-def test_b55_the_mean_loss_is_one_number_whatever_the_number_of_replicas(method: str) -> None:
+def test_the_mean_loss_is_one_number_whatever_the_number_of_replicas(method: str) -> None:
     """On identical data, over two syncs; then with a replica whose share is fully masked."""
-    one, two, three = (mean_losses(b55_records(replicas, edit_method=method)) for replicas in (1, 2, 3))
+    one, two, three = (mean_losses(records_on_the_same_data(replicas, edit_method=method)) for replicas in (1, 2, 3))
     assert two == pytest.approx(one, abs=1e-5) and three == pytest.approx(one, abs=1e-5)
-    masked = mean_losses(b55_records(2, masked_replica=1, edit_method=method))
+    masked = mean_losses(records_on_the_same_data(2, masked_replica=1, edit_method=method))
     assert masked == pytest.approx(one, abs=1e-5)
