@@ -10,7 +10,9 @@ Exit code: 0 done, 2 something that cannot be converted (named, nothing written)
 
 import sys
 
+from megatron_edit.config.streams import outlive_readers
 from megatron_edit.convert.command import main
 
 if __name__ == "__main__":
+    outlive_readers()
     sys.exit(main(sys.argv[1:]))

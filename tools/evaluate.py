@@ -7,7 +7,9 @@ python tools/evaluate.py --load runs/DIR --tasks paper --task-data DIR --output 
 
 import sys
 
+from megatron_edit.config.streams import outlive_readers
 from megatron_edit.inference.evaluate import main
 
 if __name__ == "__main__":
+    outlive_readers()
     sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,9 @@ torchrun --nproc-per-node 4 tools/generate.py --tensor-model-parallel-size 2 --p
 
 import sys
 
+from megatron_edit.config.streams import outlive_readers
 from megatron_edit.inference.generate import main
 
 if __name__ == "__main__":
+    outlive_readers()
     sys.exit(main(sys.argv[1:]))

@@ -22,6 +22,7 @@ from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.folders import FINAL, complete_checkpoint
 from megatron_edit.checkpoint.manifest import MANIFEST
 from megatron_edit.config.paths import PathParser
+from megatron_edit.config.streams import outlive_readers
 from megatron_edit.platform.base import quiet_megatron_warnings
 
 with warnings.catch_warnings():  # imports megatron-core
@@ -96,4 +97,5 @@ def _print(lines: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     sys.exit(main(sys.argv[1:]))

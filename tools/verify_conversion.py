@@ -8,7 +8,9 @@ Exit code: 0 equal within --tolerance, 1 different, 2 nothing to compare.
 
 import sys
 
+from megatron_edit.config.streams import outlive_readers
 from megatron_edit.inference.verify import main
 
 if __name__ == "__main__":
+    outlive_readers()
     sys.exit(main(sys.argv[1:]))

@@ -6,11 +6,13 @@ import faulthandler
 import sys
 from collections.abc import Callable
 
+from megatron_edit.config.streams import outlive_readers
 from megatron_edit.data.errors import DataError
 
 
 def run_tool(main: Callable[[], None]) -> None:
     """Runs `main` and exits; errors that need no traceback are printed as one message."""
+    outlive_readers()
     faulthandler.enable()  # a mapped file that is cut meanwhile ends the process: then at least with a word
     try:
         main()
