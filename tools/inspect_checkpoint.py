@@ -51,6 +51,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
     directory: Path = arguments.directory
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a folder")
+    if arguments.dump_replica is not None:
+        index, file = arguments.dump_replica
+        if not index.isdecimal():
+            raise CheckpointError(f"--dump-replica {index}: a number from 0 on is wanted")
+        if not Path(file).parent.is_dir():
+            raise CheckpointError(f"--dump-replica {index} {file}: there is no folder {Path(file).parent}")
     if not (directory / MANIFEST).exists():
         _print(inspect.list_folder(directory))
     candidate = inspect.choose(directory, arguments.ckpt_step)
@@ -74,7 +80,6 @@ def _inspect(arguments: argparse.Namespace) -> int:
         print(f"{candidate.folder} and {other.folder}: {'equal, bit by bit' if equal else 'different'}")
         code = code if equal else 1
     if arguments.dump_replica is not None:
-        index, file = arguments.dump_replica
         torch.save(inspect.replica_state(candidate, int(index)), file)
         print(f"wrote replica {index} to {file}")
     return code
