@@ -11,6 +11,8 @@ Exit code: 0 done, 2 something that cannot be converted (named, nothing written)
 import sys
 
 from megatron_edit.convert.command import main
+from megatron_edit.log.streams import outlive_readers
 
 if __name__ == "__main__":
+    outlive_readers()
     sys.exit(main(sys.argv[1:]))

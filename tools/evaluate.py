@@ -8,6 +8,8 @@ python tools/evaluate.py --load runs/DIR --tasks paper --task-data DIR --output 
 import sys
 
 from megatron_edit.inference.evaluate import main
+from megatron_edit.log.streams import outlive_readers
 
 if __name__ == "__main__":
+    outlive_readers()
     sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,8 @@ torchrun --nproc-per-node 4 tools/generate.py --tensor-model-parallel-size 2 --p
 import sys
 
 from megatron_edit.inference.generate import main
+from megatron_edit.log.streams import outlive_readers
 
 if __name__ == "__main__":
+    outlive_readers()
     sys.exit(main(sys.argv[1:]))

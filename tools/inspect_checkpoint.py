@@ -22,6 +22,7 @@ from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.folders import FINAL, complete_checkpoint
 from megatron_edit.checkpoint.manifest import MANIFEST
 from megatron_edit.config.paths import PathParser
+from megatron_edit.log.streams import outlive_readers
 from megatron_edit.platform.base import quiet_megatron_warnings
 
 with warnings.catch_warnings():  # imports megatron-core
@@ -50,6 +51,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
     directory: Path = arguments.directory
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a folder")
+    if arguments.dump_replica is not None:
+        index, file = arguments.dump_replica
+        if not index.isdecimal():
+            raise CheckpointError(f"--dump-replica {index}: a number from 0 on is wanted")
+        if not Path(file).parent.is_dir():
+            raise CheckpointError(f"--dump-replica {index} {file}: there is no folder {Path(file).parent}")
     if not (directory / MANIFEST).exists():
         _print(inspect.list_folder(directory))
     candidate = inspect.choose(directory, arguments.ckpt_step)
@@ -73,7 +80,6 @@ def _inspect(arguments: argparse.Namespace) -> int:
         print(f"{candidate.folder} and {other.folder}: {'equal, bit by bit' if equal else 'different'}")
         code = code if equal else 1
     if arguments.dump_replica is not None:
-        index, file = arguments.dump_replica
         torch.save(inspect.replica_state(candidate, int(index)), file)
         print(f"wrote replica {index} to {file}")
     return code
@@ -96,4 +102,5 @@ def _print(lines: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     sys.exit(main(sys.argv[1:]))

@@ -164,7 +164,8 @@ def replica_state(candidate: Candidate, replica: int) -> dict[str, Any]:
     names = [name for name in stored_tensors(candidate.folder) if name.startswith((prefix, generators))]
     saved = candidate.manifest.content.get("replicas", [])
     if not names or replica >= len(saved):
-        raise CheckpointError(f"{candidate.folder} holds the state of {len(saved)} replicas, there is no {replica}")
+        held = {0: "no replica", 1: "replica 0"}.get(len(saved), f"replicas 0 to {len(saved) - 1}")
+        raise CheckpointError(f"{candidate.folder} holds the state of {held}: there is no replica {replica}")
     state: dict[str, Any] = {"numbers": saved[replica], "rng": {}}
     for name, tensor in read_whole_tensors(candidate.folder, names).items():
         if name.startswith(generators):

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable
 
 from megatron_edit.data.errors import DataError
+from megatron_edit.log.streams import outlive_readers
 
 
 def run_tool(main: Callable[[], None]) -> None:
     """Runs `main` and exits; errors that need no traceback are printed as one message."""
+    outlive_readers()
     faulthandler.enable()  # a mapped file that is cut meanwhile ends the process: then at least with a word
     try:
         main()

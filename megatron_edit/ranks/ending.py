@@ -31,14 +31,6 @@ def trace_fatal_signals() -> None:
         faulthandler.enable(sys.stderr)
 
 
-def say_page(text: str) -> None:
-    """Prints a text that is often piped to `head` or `less`: a reader that leaves before its end is not an error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-
-
 def say_error(error: Exception, prefix: str = "error", *, advice_of: Exception | None = None) -> None:
     """One line for each problem, and the advice that `error` (or `advice_of`) carries after them."""
     for line in str(error).splitlines() or [type(error).__name__]:

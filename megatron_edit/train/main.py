@@ -24,6 +24,7 @@ from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.config.settings import SETTINGS
 from megatron_edit.data.checked import CheckedData, check_data
 from megatron_edit.data.errors import DataError
+from megatron_edit.log.streams import outlive_readers
 from megatron_edit.log.writers import package_problems
 from megatron_edit.model.transformer_engine import TransformerEngineError, check_transformer_engine
 from megatron_edit.platform import Platform, PlatformError, get_platform
@@ -53,9 +54,12 @@ class _Checked:
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, *, owns_process: bool = False) -> int:
     """Runs the command; returns the exit code. After an error in training it does not return: the process ends.
 
-    `owns_process`: the process ends with this code, so that signals which come after a stop are ignored until then.
+    `owns_process`: the process ends with this code, so that signals which come after a stop are ignored until then, and
+    its standard output and error may lose their readers.
     """
     ending.trace_fatal_signals()
+    if owns_process:
+        outlive_readers()  # of --help, say
     try:
         found = launched(environment)
     except ConfigError as error:
@@ -88,6 +92,8 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, *, ow
         ending.say_error(problem)
         return 2
     assert checked is not None
+    if owns_process:
+        outlive_readers("the run goes on without what it would say there")
     if environment.get("RANK", "0") == "0":
         for line in [found.note] if found else []:
             print(line, flush=True)
@@ -101,7 +107,7 @@ def _check(argv: Sequence[str], environment: Mapping[str, str], facts: dict[str,
     config, plan = configure(argv, environment, "cuda" if torch.cuda.is_available() else "cpu")
     if config.command.help or config.command.print_config:
         if environment.get("RANK", "0") == "0":
-            ending.say_page(help_text() if config.command.help else print_config(config))
+            print(help_text() if config.command.help else print_config(config), flush=True)
         return None
     assert plan is not None
     facts.update(setting_facts(config))

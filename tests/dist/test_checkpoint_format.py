@@ -202,6 +202,18 @@ def test_the_tool_lists_verifies_and_dumps(saved: Path, tmp_path: Path) -> None:
     assert all(torch.equal(dumped["param"][name], value) for name, value in expected["param"].items())
 
 
+def test_a_replica_that_cannot_be_dumped_is_one_line(saved: Path, tmp_path: Path) -> None:
+    """A number that there is not, a word, a folder that there is not: code 2, and what would work."""
+    for index, file, expected in (
+        (2, tmp_path / "a.pt", "iter_0000004 holds the state of replicas 0 to 1: there is no replica 2"),
+        ("one", tmp_path / "a.pt", "--dump-replica one: a number from 0 on is wanted"),
+        (1, tmp_path / "none" / "a.pt", f"--dump-replica 1 {tmp_path}/none/a.pt: there is no folder {tmp_path}/none"),
+    ):
+        code, text = tool(saved, "--dump-replica", index, file)
+        assert code == 2 and text.rstrip().endswith(expected), text
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_tool_verifies_the_final_weights_too(saved: Path, tmp_path: Path) -> None:
     """One bit of them, and a file that is cut; with --ckpt-step only that checkpoint is meant."""
     folder = tmp_path / "run"

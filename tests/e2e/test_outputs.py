@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -258,15 +259,51 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"], {"RANK": "1"}) == 0 and capsys.readouterr().out == ""
 
 
+def without_reader() -> int:
+    reads, writes = os.pipe()
+    os.close(reads)
+    return writes
+
+
+def closed_terminal() -> int:
+    keyboard, screen = os.openpty()
+    os.close(keyboard)
+    return screen
+
+
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
 @pytest.mark.parametrize("flags", [["--help"], ["--print-config", "--mock-data", "--train-iters", "1"]])
 def test_a_reader_that_leaves_before_the_end_is_not_an_error(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`--help | head` and its like."""
-    reads, writes = os.pipe()
-    os.close(reads)
-    with os.fdopen(writes, "w") as stdout:
+    monkeypatch.setattr(sys, "stderr", sys.stderr)  # `main` puts its own there
+    with os.fdopen(without_reader(), "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         batch = [] if "--help" in flags else ["--device", "cpu", "--global-batch-size", "1"]
-        assert main([*flags, *batch], {}) == 0
+        assert main([*flags, *batch], {}, owns_process=True) == 0
+
+
+@pytest.mark.parametrize("opened", [without_reader, closed_terminal, full_disk])
+@pytest.mark.parametrize("descriptors", [[1], [1, 2]], ids=["stdout", "both"])
+def test_a_run_outlives_the_reader_of_its_log(
+    opened: Callable[[], int], descriptors: list[int], tmp_path: Path
+) -> None:
+    """A `tee` that is killed, an ssh session that ends, a log file on a full disk: it trains to its end and saves."""
+
+    def lose(rank: int) -> None:
+        if rank == 0:
+            for descriptor in descriptors:
+                os.dup2(opened(), descriptor)
+
+    result = start(2, in_rank=lose, save=tmp_path, train_iters=4)
+    assert result.exit_codes == [0, 0], result.stderr
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+    assert [record["iteration"] for record in records(tmp_path / "metrics.jsonl", "train")] == [1, 2, 3, 4]
+    if descriptors == [1]:
+        (line,) = [line for line in result.stderr.splitlines() if "standard output" in line]
+        assert line.endswith("the run goes on without what it would say there"), line
 
 
 def test_megatron_flags_without_an_effect_are_named_once_in_one_line() -> None:

@@ -1,6 +1,9 @@
 """tools/inspect_data.py: what it prints is what training reads."""
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from megatron_edit.corpora.preprocess import TokenizerSpec, preprocess
 from megatron_edit.data.blend import resolve_sources
 from megatron_edit.data.datasets import build_split
 from megatron_edit.data.tokenizers import ByteTokenizer
-from tests.unit.test_corpus_tools import run_tool
+from tests.unit.test_corpus_tools import REPOSITORY, run_tool
 
 TEXTS = ["first document", "second", *(f"document number {i} of a corpus" for i in range(2, 100))]
 
@@ -75,3 +78,14 @@ def test_bad_input(prefix: str, arguments: list[str], message: str) -> None:
     result = run_tool("inspect_data.py", *(argument.format(prefix=prefix) for argument in arguments))
     assert result.returncode == 2 and message in result.stderr, result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_reader_that_leaves_is_not_an_error(prefix: str) -> None:
+    """`inspect_data.py ... | head`: all tools that end with `run_tool` share it."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "tools/inspect_data.py", "corpus", prefix, "--document", "1"]
+    with os.fdopen(writes, "w") as stdout:
+        result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, timeout=120,
+                                env=os.environ | {"PYTHONPATH": str(REPOSITORY)})  # fmt: skip
+    assert result.returncode == 0 and result.stderr == ""

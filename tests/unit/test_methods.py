@@ -152,3 +152,6 @@ def test_the_worked_example_is_a_method(monkeypatch: pytest.MonkeyPatch) -> None
         settings = OuterSettings(row.outer_lr, row.outer_momentum)
         OUTER_STEPS[row.outer_step](anchor, momentum, delta, torch.tensor(0.5), settings)
     torch.testing.assert_close(anchor, parameter.detach())
+    with pytest.raises(AssertionError, match="different sizes"):  # as `test_outer.py` asks of all of them
+        OUTER_STEPS[row.outer_step](anchor, momentum, torch.zeros(1), 1.0, settings)
+    assert max(map(len, example.splitlines())) <= 120, "it is to be pasted into files that lint"
