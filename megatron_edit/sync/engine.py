@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_edit.config.schema import EditConfig
+from megatron_edit.config.resolved import ResolvedEdit
 from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.sync.averages import ModuleAverages, Observer
 from megatron_edit.sync.buffers import BufferPool
@@ -53,7 +53,7 @@ class SyncEngine:
 
     def __init__(
         self,
-        config: EditConfig,
+        config: ResolvedEdit,
         mesh: Mesh,
         chunks: list[ReplicaDataParallel],
         optimizer: MegatronOptimizer,
@@ -248,7 +248,7 @@ class SyncEngine:
         return tuple(self.fleet.transport.all_gather(mine).any(dim=0).nonzero().flatten().tolist())
 
 
-def _transport(config: EditConfig, mesh: Mesh) -> SyncTransport:
+def _transport(config: ResolvedEdit, mesh: Mesh) -> SyncTransport:
     return SyncTransport(
         mesh.platform,
         mesh.sync_group,
