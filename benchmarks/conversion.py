@@ -45,14 +45,14 @@ def make_model(folder: Path, preset: str) -> int:
     import torch
 
     from megatron_edit.config.presets import PRESETS
-    from megatron_edit.config.schema import ModelConfig
+    from megatron_edit.config.resolved import ResolvedModel
     from megatron_edit.convert.architectures import ARCHITECTURES
     from megatron_edit.convert.hf_config import write_config
     from megatron_edit.convert.safetensors_file import Writer
     from megatron_edit.tables.parameters import full_parameter_shapes
 
     settings = PRESETS[preset]
-    model = ModelConfig(
+    model = ResolvedModel(
         **settings, kv_channels=settings["hidden_size"] // settings["num_attention_heads"],
         max_position_embeddings=settings["seq_length"],
     )  # fmt: skip

@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 
-from megatron_edit.config import ConfigError, check, load_config, resolve
+from megatron_edit.config import ConfigError, check, derive, load_config
 from megatron_edit.config.derive import batch_schedule
 from megatron_edit.config.paths import PathParser
 from megatron_edit.corpora.inspect import corpus_lines, document_lines, order_lines, replica_lines
@@ -61,7 +61,7 @@ def show_order(args: argparse.Namespace, flags: list[str]) -> None:
     problems = [line for line in check(config, ranks, ranks, "cpu") if line.startswith(about)]
     if problems:
         raise ConfigError(problems)
-    config = resolve(config, ranks, ranks, "cpu")
+    config = derive(config, ranks, ranks, "cpu")
     checked = check_data(config)
     if checked.sources is not None and checked.sources[args.data_split] is None:
         raise ConfigError([f"there is no {args.data_split} split"])

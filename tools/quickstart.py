@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.config import Config, load_config
+from megatron_edit.config import ResolvedConfig, load_config, resolve
 
 FOLDER = Path("runs/quickstart")
 CONFIG = "examples/quickstart.yaml"
@@ -52,9 +52,8 @@ def prepare(max_bytes: int) -> None:
     )  # fmt: skip
 
 
-def unigram_loss(config: Config) -> float:
+def unigram_loss(config: ResolvedConfig) -> float:
     """Nats per token of a unigram model, on the tokens that the evaluation predicts."""
-    assert config.training.global_batch_size is not None
     tokens = config.evaluation.eval_iters * config.training.global_batch_size * config.model.seq_length
     corpus, split = config.data.data_path[0], config.data.split
     printed = run("tools/unigram_loss.py", "--data-path", corpus, "--split", split, "--max-tokens", tokens)
@@ -78,7 +77,7 @@ def main() -> None:
     )
     parser.add_argument("--max-bytes", type=int, default=4_000_000, help="of text (default 4000000)")
     args, extra = parser.parse_known_args()
-    config = load_config([*TRAINING, *EDIT, *extra])
+    config = resolve(load_config([*TRAINING, *EDIT, *extra]), RANKS, RANKS, "cpu")
     assert config.checkpoint.save is not None
 
     prepare(args.max_bytes)

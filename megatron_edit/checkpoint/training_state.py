@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron_edit.checkpoint.blocks import blocks_of
 from megatron_edit.checkpoint.torch_dist import ShardedTensor, block_of, whole_tensor
 from megatron_edit.checkpoint.writer import Checkpoint
-from megatron_edit.config.schema import ModelConfig
+from megatron_edit.config.resolved import ResolvedModel
 from megatron_edit.sync.event import Pending
 from megatron_edit.sync.modules import ModuleShard, ShardSlice
 from megatron_edit.sync.state import SyncState
@@ -92,7 +92,7 @@ class TrainingState:
     """This rank's share of the state: views for saving and for loading in place."""
 
     def __init__(
-        self, sync: SyncState, optimizer: MegatronOptimizer, model: ModelConfig, vocab_size: int
+        self, sync: SyncState, optimizer: MegatronOptimizer, model: ResolvedModel, vocab_size: int
     ) -> None:
         self.sync = sync
         self.optimizer = optimizer

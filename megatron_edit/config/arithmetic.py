@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_edit.config.batch_schedule import BatchSchedule
-from megatron_edit.config.derive import BatchPlan, batch_schedule
+from megatron_edit.config.derive import BatchPlan
+from megatron_edit.config.resolved import ResolvedConfig
 from megatron_edit.config.save_size import save_line
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import is_given
@@ -30,10 +31,10 @@ def timetable_of(config: Config) -> Timetable | None:
     return Timetable(edit.edit_sync_interval, fragments, edit.edit_warmup_steps)
 
 
-def planned_syncs(config: Config) -> int:
+def planned_syncs(config: ResolvedConfig) -> int:
     """Syncs of the whole run: those of the timetable, and the last one where the run ends between two."""
     iterations, timetable = config.training.train_iters, timetable_of(config)
-    if timetable is None or iterations is None:
+    if timetable is None:
         return 0
     ends_apart = not timetable.is_due_for_all(iterations)
     if config.edit.edit_mixing_alpha is not None:  # a mixture leaves the replicas apart after every sync
@@ -68,12 +69,12 @@ class Done:
     beyond: int = 0
 
 
-def length_line(config: Config, schedule: BatchSchedule, done: Done) -> str:
+def length_line(config: ResolvedConfig, done: Done) -> str:
     """Iterations, samples and tokens of the whole run; those that are `done` may have had other batches."""
-    training = config.training
-    iterations, counted = training.train_iters or 0, done.samples - done.beyond
+    training, schedule = config.training, config.batch_schedule
+    iterations, counted = training.train_iters, done.samples - done.beyond
     if is_given(config, "train_samples"):
-        iterations = done.iterations + schedule.iterations_until(training.train_samples or 0, counted)
+        iterations = done.iterations + schedule.iterations_until(training.train_samples, counted)
     samples = schedule.samples_after(max(0, iterations - done.iterations), counted)
     line = f"length: {iterations} iterations, {samples} samples, {samples * config.model.seq_length} tokens"
     if done.samples:
@@ -81,9 +82,9 @@ def length_line(config: Config, schedule: BatchSchedule, done: Done) -> str:
     return line
 
 
-def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None, done: Done | None = None) -> str:
-    """Lines on a resolved and checked `config`. `vocab_size`: the tokenizer's, when known; `done`: of --load."""
-    parallel, training, model = config.parallel, config.training, config.model
+def describe(config: ResolvedConfig, vocab_size: int | None = None, done: Done | None = None) -> str:
+    """Lines on a checked `config`. `vocab_size`: the tokenizer's, when known; `done`: of --load."""
+    parallel, model, plan = config.parallel, config.model, config.batch_plan
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
@@ -95,8 +96,7 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None, don
         blocks = [str(r) for r in range(plan.num_replicas)]
     shown = blocks if len(blocks) <= 8 else [*blocks[:3], "...", blocks[-1]]
     world_size = plan.num_replicas * replica_ranks
-    iters, batch = training.train_iters or 0, plan.global_batch_size
-    schedule = batch_schedule(config) or BatchSchedule.constant(batch)
+    iters = config.training.train_iters
     stage = model.num_layers // pp
     lines = [
         f"mesh: {world_size} ranks = sync {plan.num_replicas} x dp {plan.shard_size} x pp {pp} x cp {cp} x tp {tp}",
@@ -108,11 +108,11 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None, don
             if parallel.num_layers_per_virtual_pipeline_stage
             else ""
         ),
-        f"batch: global {batch} = {plan.num_replicas} replicas x {plan.shard_size} shards x "
+        f"batch: global {plan.global_batch_size} = {plan.num_replicas} replicas x {plan.shard_size} shards x "
         f"{plan.micro_batch_size} micro batch x {plan.num_microbatches} microbatches; replica batch "
         f"{plan.replica_batch_size}",
-        *batch_lines(schedule, plan, iters),
-        length_line(config, schedule, done or Done()),
+        *batch_lines(config.batch_schedule, plan, iters),
+        length_line(config, done or Done()),
     ]
     lines.append(_sync_line(config, iters))
     if config.data.data_path:
@@ -126,7 +126,7 @@ def describe(config: Config, plan: BatchPlan, vocab_size: int | None = None, don
     return "\n".join(lines)
 
 
-def _sync_line(config: Config, iterations: int) -> str:
+def _sync_line(config: ResolvedConfig, iterations: int) -> str:
     edit, timetable, syncs = config.edit, timetable_of(config), planned_syncs(config)
     if not METHODS[edit.edit_method].is_local:
         return f"sync: {edit.edit_method}, gradients are averaged over all replicas in every step"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.check_layout import divisors, nearest_multiples
-from megatron_edit.config.derive import batch_schedule, model_ranks
+from megatron_edit.config.derive import batch_schedule, model_ranks, read_batch_schedule
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import is_given
 from megatron_edit.tables.methods import DEFAULT_METHOD, METHODS
@@ -44,12 +43,13 @@ def check_batch_schedule(config: Config, world_size: int) -> Iterator[str]:
     elif not is_given(config, "global_batch_size"):
         yield f"{shown} needs --global-batch-size N, the batch in the end; START and INCREMENT are of all replicas too"
         return
-    batch, problem = _parsed(config)
-    if batch is None:
-        yield f"{shown} {problem}"
+    try:
+        batch = read_batch_schedule(config)
+    except ValueError as error:
+        yield f"{shown} {error}"
         return
     goes_on = config.checkpoint.load is not None and not config.checkpoint.finetune
-    yield from undivided_batches(config, world_size, batch.steps[-1][0] if goes_on else 0)
+    yield from undivided_batches(config, world_size, batch.steps[-1][0] if batch and goes_on else 0)
 
 
 def undivided_batches(config: Config, world_size: int, samples: int) -> list[str]:
@@ -90,17 +90,6 @@ def _flag(config: Config) -> tuple[str, str]:
     if training.step_batch_size_schedule:
         return STEPS, " ".join(training.step_batch_size_schedule)
     return RAMPUP, " ".join(training.rampup_batch_size)
-
-
-def _parsed(config: Config) -> tuple[BatchSchedule | None, str]:
-    training = config.training
-    try:
-        if training.step_batch_size_schedule:
-            return BatchSchedule.from_steps(training.step_batch_size_schedule, config.model.seq_length), ""
-        assert training.global_batch_size is not None
-        return BatchSchedule.from_rampup(training.rampup_batch_size, training.global_batch_size), ""
-    except ValueError as error:
-        return None, str(error)
 
 
 def _rampup_that_works(config: Config, unit: int) -> str:

@@ -7,11 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_edit.config.derive import batch_plan, model_ranks
+from megatron_edit.config.derive import batch_plan, ffn_hidden_size, model_ranks, num_query_groups
 from megatron_edit.config.schema import Config, ModelConfig
 from megatron_edit.config.settings import is_given
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
+GLOBAL, REPLICA = "--global-batch-size", "--replica-batch-size"
 
 
 def divisors(n: int) -> list[int]:
@@ -72,26 +73,22 @@ def check_batch(config: Config, world_size: int) -> Iterator[str]:
     training, ranks, replicas = config.training, model_ranks(config), config.edit.edit_num_replicas
     if training.step_batch_size_schedule:
         return  # check_batch_schedule
-    global_given, replica_given = (
-        is_given(config, "global_batch_size"),
-        is_given(config, "replica_batch_size"),
-    )
-    if global_given and replica_given:
-        yield (
-            f"--global-batch-size {training.global_batch_size} and --replica-batch-size "
-            f"{training.replica_batch_size} are both given: give one"
-        )
+    given = _given_batches(config)
+    if len(given) > 1:
+        yield " and ".join(f"{flag} {value}" for flag, value in given.items()) + " are both given: give one"
         return
-    if not global_given and not replica_given:
-        yield "neither --global-batch-size nor --replica-batch-size is given: give one"
+    if not given:
+        yield f"neither {GLOBAL} nor {REPLICA} is given: give one"
         return
     if replicas is None or world_size % ranks or (world_size // ranks) % replicas:
         return  # check_mesh has said why
     micro, shard_size = training.micro_batch_size, world_size // ranks // replicas
-    flag, value, parts = _batch_flag(config, shard_size)
-    if global_given:
+    ((flag, value),) = given.items()
+    if flag == GLOBAL:
+        parts = shard_size * replicas
         of = f"data parallel size {parts} ({replicas} replicas x {shard_size})"
     else:
+        parts = shard_size
         of = f"shard group {parts} (data parallel ranks of one replica)"
     unit = micro * parts
     if value % unit:
@@ -104,15 +101,12 @@ def check_batch(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def _batch_flag(config: Config, shard_size: int) -> tuple[str, int, int]:
-    """(flag, value, ranks that share it) of the batch size that was given."""
-    training, replicas = config.training, config.edit.edit_num_replicas
-    assert replicas is not None
-    if is_given(config, "global_batch_size"):
-        assert training.global_batch_size is not None
-        return "--global-batch-size", training.global_batch_size, shard_size * replicas
-    assert training.replica_batch_size is not None
-    return "--replica-batch-size", training.replica_batch_size, shard_size
+def _given_batches(config: Config) -> dict[str, int]:
+    """Flag -> value of the batch sizes that were given."""
+    training = config.training
+    sizes = {GLOBAL: training.global_batch_size, REPLICA: training.replica_batch_size}
+    given = {GLOBAL: is_given(config, "global_batch_size"), REPLICA: is_given(config, "replica_batch_size")}
+    return {flag: size for flag, size in sizes.items() if size is not None and given[flag]}
 
 
 def sizes_are_fixed(config: Config) -> bool:
@@ -148,7 +142,9 @@ def check_pipeline(config: Config, world_size: int, *, fixed: bool | None = None
         )
     plan = batch_plan(config, world_size)
     if plan is not None and plan.num_microbatches % pp and not config.training.step_batch_size_schedule:
-        batch_flag, value, parts = _batch_flag(config, plan.shard_size)
+        parts, batch_flag, value = plan.shard_size, REPLICA, plan.replica_batch_size
+        if GLOBAL in _given_batches(config):
+            parts, batch_flag, value = parts * plan.num_replicas, GLOBAL, plan.global_batch_size
         works = nearest_multiples(value, plan.micro_batch_size * parts * pp)
         yield (
             f"{flag} needs a number of micro-batches that {PP} {pp} divides, but {batch_flag} {value} makes "
@@ -166,8 +162,7 @@ def check_model(config: Config, *, fixed: bool | None = None) -> Iterator[str]:
         config.parallel.tensor_model_parallel_size,
         config.parallel.context_parallel_size,
     )
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    assert groups is not None
+    heads, groups = model.num_attention_heads, num_query_groups(model)
     if model.kv_channels is None:
         yield (
             f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {heads}: "
@@ -209,8 +204,7 @@ def check_model(config: Config, *, fixed: bool | None = None) -> Iterator[str]:
 
 def _check_tensor_parallel(model: ModelConfig, tp: int, fixed: bool) -> Iterator[str]:
     """Heads, groups and MLP over the tensor parallel ranks. The sizes that are offered suit all three."""
-    heads, groups, ffn = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
-    assert groups is not None and ffn is not None
+    heads, ffn = model.num_attention_heads, ffn_hidden_size(model)
     fitting = [d for d in divisors(heads) if _why_heads_do_not_fit(model, d) is None and ffn % d == 0]
     sizes = f"these tensor parallel sizes would work: {', '.join(map(str, fitting))}"
     why = _why_heads_do_not_fit(model, tp)
@@ -224,8 +218,7 @@ def _check_tensor_parallel(model: ModelConfig, tp: int, fixed: bool) -> Iterator
 
 def _why_heads_do_not_fit(model: ModelConfig, tp: int) -> str | None:
     """Every rank holds whole query heads, and whole groups or, with more ranks than groups, equal parts of one."""
-    heads, groups, channels = model.num_attention_heads, model.num_query_groups, model.kv_channels or 0
-    assert groups is not None
+    heads, groups, channels = model.num_attention_heads, num_query_groups(model), model.kv_channels or 0
     if heads % tp:
         return f"--num-attention-heads {heads} is not divisible by {TP} {tp}"
     if groups % tp == 0:

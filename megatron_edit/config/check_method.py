@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_edit.config.arithmetic import count_modules
+from megatron_edit.config.resolved import resolved_model
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import SETTINGS, flag_of, is_given, value_of
 from megatron_edit.tables.methods import METHODS, Method, settings_of_others
@@ -130,7 +131,7 @@ def check_offload(config: Config, world_size: int, local_world_size: int, free_b
     replicas, model = config.edit.edit_num_replicas, config.model
     if not config.edit.edit_cpu_offload or not replicas or model.kv_channels is None:
         return
-    needed = 8 * parameter_count(model, 0) * local_world_size * replicas // world_size
+    needed = 8 * parameter_count(resolved_model(model), 0) * local_world_size * replicas // world_size
     if needed > free_bytes:
         yield (
             f"--edit-cpu-offload needs at least {needed / 1e9:.1f} GB of host memory on a node (anchor and outer "

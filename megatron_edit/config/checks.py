@@ -20,7 +20,7 @@ from megatron_edit.config.check_run import (
     check_recompute,
     check_schedule,
 )
-from megatron_edit.config.derive import resolve
+from megatron_edit.config.derive import derive
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import SETTINGS, flag_of, value_of, value_problem, with_values
 
@@ -36,7 +36,7 @@ def check(config: Config, world_size: int, local_world_size: int, device: str) -
     }
     # what follows looks at relations, and takes the default for a value that is bad by itself
     sane = with_values(config, {name: SETTINGS[name].default for name in by_itself})
-    sane = resolve(sane, world_size, local_world_size, device)
+    sane = derive(sane, world_size, local_world_size, device)
     related = chain(
         check_mesh(sane, world_size, local_world_size),
         check_batch(sane, world_size),

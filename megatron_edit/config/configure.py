@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_edit.config.checks import check, not_about
-from megatron_edit.config.derive import BatchPlan, batch_plan, resolve
+from megatron_edit.config.derive import derive
 from megatron_edit.config.flags import read_config
-from megatron_edit.config.schema import Config
+from megatron_edit.config.resolved import ResolvedConfig, UnresolvedError, resolved_config
+from megatron_edit.config.schema import Config, ConfigError
 
 
-def configure(argv: Sequence[str], environment: Mapping[str, str], device: str) -> tuple[Config, BatchPlan | None]:
-    """The resolved, checked Config of `argv` and its batch plan.
+def configure(argv: Sequence[str], environment: Mapping[str, str], device: str) -> ResolvedConfig | None:
+    """The resolved, checked settings of `argv`; None with --help, which wants nothing to be right.
 
     `environment`: WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun sets them (1 without torchrun), and the variables
     that paths name. `device`: "cpu" or "cuda", what the machine has. Raises ConfigError with all problems, of the
-    flags and of their relations, at once. With --help the Config holds nothing else and there is no plan.
+    flags and of their relations, at once.
     """
     result = read_config(argv, environment)
     if result.config.command.help:
-        return result.config, None
+        return None
     problems: list[str] = []
     world_size = _ranks(environment, "WORLD_SIZE", 1, problems)
     local_world_size = _ranks(environment, "LOCAL_WORLD_SIZE", world_size, problems)
@@ -27,8 +28,20 @@ def configure(argv: Sequence[str], environment: Mapping[str, str], device: str) 
     problems += not_about(result.doubtful, related)
     if error := result.error(problems):
         raise error
-    config = resolve(result.config, world_size, local_world_size, device)
-    return config, batch_plan(config, world_size)
+    return resolve(result.config, world_size, local_world_size, device)
+
+
+def resolve(config: Config, world_size: int, local_world_size: int, device: str) -> ResolvedConfig:
+    """`config` with every value that follows from others, noted as "derived" in `sources`.
+
+    Raises ConfigError where a value that a run needs is missing and does not follow; `check` finds more. Arguments as
+    of `derive`. Resolving twice gives the same; resolving for another number of ranks derives anew.
+    """
+    try:
+        return resolved_config(derive(config, world_size, local_world_size, device), world_size)
+    except UnresolvedError as error:
+        problems = check(config, world_size, local_world_size, device)
+        raise ConfigError(problems or error.problems) from None
 
 
 def _ranks(environment: Mapping[str, str], name: str, default: int, problems: list[str]) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_edit.config.batch_schedule import BatchSchedule
-from megatron_edit.config.schema import Config, OptimizerConfig
+from megatron_edit.config.schema import Config, ModelConfig, OptimizerConfig
 from megatron_edit.config.settings import SETTINGS, value_of, with_values
 from megatron_edit.tables.methods import DEFAULT_METHOD, METHODS, SYNCHRONOUS_METHOD
 
@@ -54,6 +54,16 @@ def model_ranks(config: Config) -> int:
     return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
 
 
+def ffn_hidden_size(model: ModelConfig) -> int:
+    """As given, else 8/3 of the hidden size, up to a multiple of 64."""
+    return -(-8 * model.hidden_size // (3 * 64)) * 64 if model.ffn_hidden_size is None else model.ffn_hidden_size
+
+
+def num_query_groups(model: ModelConfig) -> int:
+    """As given, else one for each query head."""
+    return model.num_attention_heads if model.num_query_groups is None else model.num_query_groups
+
+
 def default_num_replicas(config: Config, world_size: int, local_world_size: int) -> int | None:
     """Nodes / nodes that one replica needs (as in the paper); None when nodes cannot be dealt out so."""
     if world_size % local_world_size:
@@ -86,16 +96,21 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan | None:
 
 def batch_schedule(config: Config) -> BatchSchedule | None:
     """The global batch of every iteration; None when it is not known or does not fit, which `check` reports."""
-    training = config.training
     try:
-        if training.step_batch_size_schedule:
-            return BatchSchedule.from_steps(training.step_batch_size_schedule, config.model.seq_length)
-        if training.global_batch_size is None:
-            return None
-        if training.rampup_batch_size:
-            return BatchSchedule.from_rampup(training.rampup_batch_size, training.global_batch_size)
+        return read_batch_schedule(config)
     except ValueError:
         return None
+
+
+def read_batch_schedule(config: Config) -> BatchSchedule | None:
+    """As `batch_schedule`, but raises ValueError that says what is wrong with the words of a batch that grows."""
+    training = config.training
+    if training.step_batch_size_schedule:
+        return BatchSchedule.from_steps(training.step_batch_size_schedule, config.model.seq_length)
+    if training.global_batch_size is None:
+        return None
+    if training.rampup_batch_size:
+        return BatchSchedule.from_rampup(training.rampup_batch_size, training.global_batch_size)
     return BatchSchedule.constant(training.global_batch_size)
 
 
@@ -128,15 +143,15 @@ def schedule_lengths(
     return ScheduleLengths(warmup=warmup, decay=decay, wsd_decay=wsd_decay)
 
 
-def resolve(config: Config, world_size: int, local_world_size: int, device: str) -> Config:
-    """`config` with every derived value filled in, noted as "derived" in `sources`.
+def derive(config: Config, world_size: int, local_world_size: int, device: str) -> Config:
+    """`config` with every value filled in that follows from others, noted as "derived" in `sources`.
 
     `device`: "cpu" or "cuda", what this machine has; it is taken when --device is auto. `local_world_size`:
-    ranks of one node. Resolving twice gives the same; resolving for another number of ranks derives anew.
+    ranks of one node. Deriving twice gives the same; for another number of ranks it is done anew.
     """
     config = _without_derived(config)
     derived: dict[str, Any] = {
-        **_derived_model(config),
+        **derived_model(config.model),
         **_derived_method(config),
         **_derived_replicas(config, world_size, local_world_size),
     }
@@ -158,14 +173,15 @@ def _without_derived(config: Config) -> Config:
     return replace(reset, sources={**config.sources, **dict.fromkeys(names, "default")})
 
 
-def _derived_model(config: Config) -> dict[str, Any]:
-    model, values = config.model, {}
+def derived_model(model: ModelConfig) -> dict[str, Any]:
+    """Sizes that were not given and follow from those that were."""
+    values: dict[str, Any] = {}
     if model.ffn_hidden_size is None:
-        values["ffn_hidden_size"] = -(-8 * model.hidden_size // (3 * 64)) * 64
+        values["ffn_hidden_size"] = ffn_hidden_size(model)
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads == 0:
         values["kv_channels"] = model.hidden_size // model.num_attention_heads
     if model.num_query_groups is None:
-        values["num_query_groups"] = model.num_attention_heads
+        values["num_query_groups"] = num_query_groups(model)
     if model.max_position_embeddings is None:
         values["max_position_embeddings"] = model.seq_length
     return values

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 from megatron_edit.config.arithmetic import timetable_of
 from megatron_edit.config.check_run import NEED_MODEL_FILE
-from megatron_edit.config.derive import batch_schedule, schedule_lengths
+from megatron_edit.config.derive import schedule_lengths
+from megatron_edit.config.resolved import ResolvedConfig
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import SETTINGS, flag_of, is_given, value_of
 from megatron_edit.tables.methods import METHODS, SYNCHRONOUS_METHOD
 
 
-def notes(config: Config) -> list[str]:
-    """Notes on a resolved `config` that `check` has passed."""
+def notes(config: ResolvedConfig) -> list[str]:
+    """Notes on a `config` that `check` has passed."""
     return [*_megatron_notes(config), *_method_notes(config), *_schedule_notes(config), *_other_notes(config)]
 
 
@@ -22,7 +23,7 @@ def _megatron_notes(config: Config) -> Iterator[str]:
         yield "Megatron-LM flags that make no difference here: " + " ".join(config.ignored_flags)
 
 
-def _method_notes(config: Config) -> Iterator[str]:
+def _method_notes(config: ResolvedConfig) -> Iterator[str]:
     edit, train_iters = config.edit, config.training.train_iters
     method = METHODS[edit.edit_method]
     if not method.is_local:
@@ -40,10 +41,8 @@ def _method_notes(config: Config) -> Iterator[str]:
             "the sync only applies the outer optimizer. Give --edit-num-replicas R, or --edit-method "
             f"{SYNCHRONOUS_METHOD} ***"
         )
-    if train_iters is None:
-        return
     if not method.equal_steps:
-        timeout, sync_time = config.parallel.distributed_timeout_seconds, edit.edit_sync_time
+        timeout, sync_time = config.parallel.distributed_timeout_seconds, edit.sync_seconds
         if sync_time is not None and timeout <= sync_time:
             yield (
                 f"--distributed-timeout-seconds {timeout} is not above --edit-sync-time {sync_time:g}: a replica that "
@@ -64,13 +63,13 @@ def _method_notes(config: Config) -> Iterator[str]:
         )
 
 
-def _schedule_notes(config: Config) -> Iterator[str]:
+def _schedule_notes(config: ResolvedConfig) -> Iterator[str]:
     training, optimizer = config.training, config.optimizer
-    iters, batch = training.train_iters, batch_schedule(config)
-    if not iters or batch is None:
+    iters, batch = training.train_iters, config.batch_schedule
+    if not iters:
         return
     samples = batch.samples_after(iters)
-    if training.train_samples is not None and training.train_samples != samples:
+    if training.train_samples != samples:
         what = f"a multiple of the global batch of {batch.last_size}" if batch.is_constant else "at a batch's end"
         yield (
             f"--train-samples {training.train_samples} is not {what}: the run has {iters} iterations, {samples} samples"

@@ -5,17 +5,17 @@ Tensors are stored whole, without the padding of the vocabulary, each element on
 
 from __future__ import annotations
 
-from megatron_edit.config.schema import Config
+from megatron_edit.config.resolved import ResolvedConfig
 from megatron_edit.tables.methods import METHODS
 
 _FP32 = 4
 _MASTER, _MOMENTS, _ANCHOR = 1, 2, 2  # fp32 copies of the model: master; exp_avg, exp_avg_sq; anchor, outer momentum
 
 
-def copies_of_model(config: Config) -> int:
-    """Whole fp32 copies of the parameters that a save between two syncs of the resolved `config` holds."""
+def copies_of_model(config: ResolvedConfig) -> int:
+    """Whole fp32 copies of the parameters that a save between two syncs of `config` holds."""
     edit, method = config.edit, METHODS[config.edit.edit_method]
-    replicas = edit.edit_num_replicas or 1
+    replicas = edit.edit_num_replicas
     shared = _ANCHOR if method.has_anchor else 0
     per_replica = _MOMENTS
     if edit.edit_comm_dtype != "fp32" and method.is_local:  # what compression has not sent yet
@@ -30,7 +30,7 @@ def copies_of_model(config: Config) -> int:
     return replicas * per_replica + shared
 
 
-def save_line(config: Config, parameters: int) -> str:
+def save_line(config: ResolvedConfig, parameters: int) -> str:
     """What one save and `final/` take on the disk, and how much there is at most with --keep-checkpoints."""
     checkpoint, training = config.checkpoint, config.training
     copies = copies_of_model(config)

@@ -6,7 +6,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from megatron_edit.config.paths import PATH_METAVARS, expand
@@ -164,10 +164,13 @@ def is_given(config: Config, name: str) -> bool:
 
 
 def with_values(config: Config, values: Mapping[str, Any], source: str | None = None) -> Config:
-    """A copy of `config` with `values` (of any section) set; `source` is noted for each when given."""
-    by_section: dict[str, dict[str, Any]] = {}
+    """A copy of `config` with `values` (of any section) set; `source` is noted for each when given.
+
+    What was resolved is not any more, as other values may follow from the new ones.
+    """
+    settings = {section: dict(vars(getattr(config, section))) for section in SECTIONS}
     for name, value in values.items():
-        by_section.setdefault(SETTINGS[name].section, {})[name] = value
-    sections = {section: replace(getattr(config, section), **new) for section, new in by_section.items()}
+        settings[SETTINGS[name].section][name] = value
+    sections = {section: SECTIONS[section](**settings[section]) for section in SECTIONS}
     sources = {**config.sources, **dict.fromkeys(values, source)} if source is not None else config.sources
-    return replace(config, **sections, sources=sources)
+    return Config(**sections, sources=sources, ignored_flags=config.ignored_flags)

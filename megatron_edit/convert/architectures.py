@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_edit.config.schema import ModelConfig
+from megatron_edit.config.resolved import ResolvedModel
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.rows import LAYER, FusedQKV, GateOverUp, Row
 from megatron_edit.tables.parameters import full_parameter_shapes
@@ -71,7 +71,7 @@ class Architecture:
         ((name,),) = (row.theirs for row in self.rows if row.ours == ours)
         return name
 
-    def rows_of(self, model: ModelConfig, vocab_size: int) -> list[Row]:
+    def rows_of(self, model: ResolvedModel, vocab_size: int) -> list[Row]:
         """A row for each tensor of the model, in forward order. Raises ConversionError for one without a place."""
         by_name = {row.ours: row for row in self.rows}
         rows = []
@@ -116,7 +116,7 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-def misfits(architecture: Architecture, model: ModelConfig) -> list[str]:
+def misfits(architecture: Architecture, model: ResolvedModel) -> list[str]:
     """Settings of the model that the architecture cannot say."""
     found = [f"{name} {getattr(model, name)}" for name, value in architecture.always.items()
              if getattr(model, name) != value]  # fmt: skip
@@ -126,7 +126,7 @@ def misfits(architecture: Architecture, model: ModelConfig) -> list[str]:
     return found
 
 
-def architecture_for(model: ModelConfig, wanted: str | None, preferred: str | None = None) -> Architecture:
+def architecture_for(model: ResolvedModel, wanted: str | None, preferred: str | None = None) -> Architecture:
     """`wanted`, or `preferred` if it can hold the model, or the first that can. Raises ConversionError."""
     if wanted is not None:
         if wanted not in ARCHITECTURES:

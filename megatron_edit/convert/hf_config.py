@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.config.schema import ModelConfig
+from megatron_edit.config.resolved import ResolvedModel
 from megatron_edit.config.settings import SETTINGS, value_problem
 from megatron_edit.convert.architectures import ARCHITECTURES, Architecture
 from megatron_edit.convert.errors import ConversionError
@@ -52,7 +52,7 @@ class HuggingFaceConfig:
     """What config.json says."""
 
     architecture: Architecture
-    model: ModelConfig
+    model: ResolvedModel
     vocab_size: int | None
     raw: dict[str, Any]
 
@@ -93,7 +93,7 @@ def read_config(folder: Path, max_position_embeddings: int | None = None) -> Hug
     settings["seq_length"] = min(values["max_position_embeddings"], _LONGEST_SAMPLE)
     for key, names in architecture.switches.items():
         settings |= dict.fromkeys(names, bool(values.get(key, False)))
-    model = ModelConfig(**{**settings, **rope, **architecture.always})
+    model = ResolvedModel(**{**settings, **rope, **architecture.always})
     if model.num_attention_heads % (model.num_query_groups or 1):
         raise ConversionError(
             f"{path}: num_attention_heads {model.num_attention_heads} is not a multiple of num_key_value_heads "
@@ -169,7 +169,7 @@ def _refused(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def write_config(
-    architecture: Architecture, model: ModelConfig, vocab_size: int, dtype: str, ids: Mapping[str, int]
+    architecture: Architecture, model: ResolvedModel, vocab_size: int, dtype: str, ids: Mapping[str, int]
 ) -> dict[str, Any]:
     """config.json for `model`, in the spelling that transformers 4 and 5 read.
 
@@ -195,7 +195,7 @@ def write_config(
     return config
 
 
-def _written_rope(model: ModelConfig) -> dict[str, Any] | None:
+def _written_rope(model: ResolvedModel) -> dict[str, Any] | None:
     kind = model.rope_scaling_type
     if kind == "none":
         return None

@@ -19,6 +19,7 @@ from megatron_edit.checkpoint.manifest import MANIFEST, Manifest, content_proble
 from megatron_edit.checkpoint.torch_dist import TensorReader, write_whole_tensors
 from megatron_edit.checkpoint.training_state import MODEL, local_key, shared_key
 from megatron_edit.config.check_layout import check_model, check_pipeline
+from megatron_edit.config.resolved import ResolvedModel, UnresolvedError, resolved_model
 from megatron_edit.config.schema import Config, ConfigError, ModelConfig
 from megatron_edit.config.settings import SETTINGS, as_written, value_problem, with_values
 from megatron_edit.convert.assets import ASSETS, copy_assets, tokenizer_settings
@@ -109,13 +110,16 @@ def _prefix(folder: Path, content: dict[str, Any], replica: int | None) -> tuple
     return local_key(replica, "param", ""), f"replica {replica}"
 
 
-def _model_of(saved: dict[str, Any], folder: Path) -> ModelConfig:
+def _model_of(saved: dict[str, Any], folder: Path) -> ResolvedModel:
     known = {field.name for field in fields(ModelConfig)}
     if unknown := sorted(saved.keys() - known):
         raise CheckpointError(f"{folder} was saved with model settings unknown here: {', '.join(unknown)}")
     if wrong := [f"{name} {problem}" for name in saved if (problem := value_problem(SETTINGS[name], saved[name]))]:
         raise CheckpointError(f"{folder} was saved with model settings that cannot be: {'; '.join(wrong)}")
-    return ModelConfig(**saved)
+    try:
+        return resolved_model(ModelConfig(**saved))
+    except UnresolvedError as error:
+        raise CheckpointError(f"{folder} was saved with model settings that cannot be: {error}") from None
 
 
 def layout_settings(weights: Weights, tensor: int, pipeline: int, layers_per_chunk: int | None) -> dict[str, Any]:

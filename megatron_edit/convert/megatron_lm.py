@@ -28,9 +28,9 @@ import torch
 
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.torch_dist import METADATA, TensorReader
-from megatron_edit.config.derive import resolve
-from megatron_edit.config.schema import Config, ModelConfig
-from megatron_edit.config.settings import SETTINGS, value_problem, with_values
+from megatron_edit.config.resolved import ResolvedModel, UnresolvedError, resolved_model
+from megatron_edit.config.schema import ModelConfig
+from megatron_edit.config.settings import SETTINGS, value_problem
 from megatron_edit.config.yaml_file import read_yaml
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.convert.weights import Weights
@@ -194,7 +194,7 @@ def _arguments(folder: Path) -> dict[str, Any]:
     return {**values, "iteration": common.get("iteration")}
 
 
-def _model(folder: Path, arguments: dict[str, Any], config: Path | None) -> ModelConfig:
+def _model(folder: Path, arguments: dict[str, Any], config: Path | None) -> ResolvedModel:
     given: dict[str, Any] = {}
     if config is not None:
         values, problems, _ = read_yaml(str(config))
@@ -224,7 +224,8 @@ def _model(folder: Path, arguments: dict[str, Any], config: Path | None) -> Mode
     if problems:
         raise ConversionError(f"{folder}, arguments of the run:\n  " + "\n  ".join(problems))
     settings["rotary_base"] = float(settings["rotary_base"])
-    resolved = resolve(with_values(Config(), {**settings, **given}, "flag"), 1, 1, "cpu").model
-    if resolved.kv_channels is None:
-        raise ConversionError(f"{folder}: hidden_size is not a multiple of num_attention_heads, kv_channels is missing")
-    return resolved
+    try:
+        return resolved_model(ModelConfig(**{**settings, **given}))
+    except UnresolvedError:
+        problem = "hidden_size is not a multiple of num_attention_heads, kv_channels is missing"
+        raise ConversionError(f"{folder}: {problem}") from None

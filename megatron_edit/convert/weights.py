@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_edit.config.schema import ModelConfig
+from megatron_edit.config.resolved import ResolvedModel
 from megatron_edit.convert.errors import ConversionError
 from megatron_edit.tables.parameters import full_parameter_shapes
 
@@ -29,7 +29,7 @@ class Weights(ABC):
     """
 
     folder: Path
-    model: ModelConfig
+    model: ResolvedModel
     vocab_size: int
     origin: dict[str, Any]
     assets: Path | None = None

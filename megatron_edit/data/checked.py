@@ -37,7 +37,8 @@ def check_data(config: Config) -> CheckedData:
     data, evaluation = config.data, config.evaluation
     open_files = raise_open_files_limit()
     open_files_notes(0, open_files)
-    assert data.tokenizer_type is not None, "the checks ask for it"
+    if data.tokenizer_type is None:
+        raise DataError("--tokenizer-type is not given; ByteTokenizer needs no file")
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
     vocab_size = max(tokenizer.vocab_size, data.vocab_size or 0)
     evaluates = evaluation.eval_iters > 0 and (evaluation.eval_interval is not None or evaluation.eval_at_end)

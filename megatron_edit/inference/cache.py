@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_edit.config.schema import ModelConfig
+from megatron_edit.config.resolved import ResolvedModel
 from megatron_edit.model.rope import rotary_inverse_frequencies
 
 
@@ -20,7 +20,7 @@ class KeyValueCache:
     First one pass over all prompts at once, then passes of one token each; `advance` after each.
     """
 
-    def __init__(self, model: ModelConfig, batch_size: int, capacity: int, device: torch.device) -> None:
+    def __init__(self, model: ResolvedModel, batch_size: int, capacity: int, device: torch.device) -> None:
         self.capacity = capacity
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.filled = False

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_edit.config.schema import Config
+from megatron_edit.config.resolved import ResolvedConfig
 from megatron_edit.log.lines import SyncReport, TrainReport
 from megatron_edit.tables.parameters import training_flops_per_token
 
@@ -79,8 +79,8 @@ class Throughput:
     flops_per_token: float  # see `training_flops_per_token`
 
 
-def throughput_of(config: Config, vocab_size: int, replica_devices: int) -> Throughput:
-    """Of a resolved `config`."""
+def throughput_of(config: ResolvedConfig, vocab_size: int, replica_devices: int) -> Throughput:
+    """Of `config`."""
     return Throughput(
         seq_length=config.model.seq_length,
         replica_devices=replica_devices,

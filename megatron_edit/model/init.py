@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_edit.config.schema import ModelConfig
+from megatron_edit.config.resolved import ResolvedModel
 from megatron_edit.model.names import canonical_name
 from megatron_edit.model.sharding import tensor_parallel_slice
 from megatron_edit.tables.parameters import full_parameter_shapes, kind_of
@@ -24,7 +24,7 @@ from megatron_edit.tables.parameters import full_parameter_shapes, kind_of
 
 @torch.no_grad()
 def initialize_weights(
-    chunks: Sequence[nn.Module], model: ModelConfig, vocab_size: int, seed: int, tp_group: dist.ProcessGroup
+    chunks: Sequence[nn.Module], model: ResolvedModel, vocab_size: int, seed: int, tp_group: dist.ProcessGroup
 ) -> None:
     """Writes the initial weights of `seed` into the parameters of this rank's chunks."""
     shapes = full_parameter_shapes(model, vocab_size)
@@ -37,7 +37,7 @@ def initialize_weights(
             parameter.copy_(shard)
 
 
-def initial_tensor(name: str, shape: Sequence[int], model: ModelConfig, seed: int) -> Tensor:
+def initial_tensor(name: str, shape: Sequence[int], model: ResolvedModel, seed: int) -> Tensor:
     """The full initial tensor, fp32 on the CPU: norms 1, biases 0, matrices normal.
 
     Standard deviation init_method_std, and init_method_std / sqrt(2 num_layers) for the two projections of a

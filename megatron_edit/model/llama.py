@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_edit.config.schema import ModelConfig, ParallelConfig
+from megatron_edit.config.resolved import ResolvedModel
+from megatron_edit.config.schema import ParallelConfig
 from megatron_edit.model.spec import block_spec  # first, for its look at Transformer Engine
 
 # isort: split
@@ -31,7 +32,7 @@ from megatron_edit.tables.parameters import is_gated, padded_vocabulary_size, pa
 
 
 def transformer_config(
-    model: ModelConfig,
+    model: ResolvedModel,
     parallel: ParallelConfig,
     *,
     params_dtype: torch.dtype,
@@ -100,7 +101,7 @@ def transformer_config(
     )
 
 
-def virtual_stages_of(model: ModelConfig, parallel: ParallelConfig) -> int | None:
+def virtual_stages_of(model: ResolvedModel, parallel: ParallelConfig) -> int | None:
     """Chunks per pipeline stage, None without interleaving."""
     stages, layers = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     assert model.num_layers % stages == 0, f"{model.num_layers} layers do not divide over {stages} stages"
@@ -113,7 +114,7 @@ def virtual_stages_of(model: ModelConfig, parallel: ParallelConfig) -> int | Non
 
 
 def build_model_chunks(
-    model: ModelConfig,
+    model: ResolvedModel,
     config: TransformerConfig,
     vocab_size: int,
     pg_collection: ProcessGroupCollection,
@@ -144,7 +145,7 @@ class Llama(GPTModel):
 
     def __init__(
         self,
-        model: ModelConfig,
+        model: ResolvedModel,
         config: TransformerConfig,
         vocab_size: int,
         pg_collection: ProcessGroupCollection,

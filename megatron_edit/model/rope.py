@@ -11,10 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_edit.config.schema import ModelConfig
+from megatron_edit.config.resolved import ResolvedModel
 
 
-def rotary_inverse_frequencies(model: ModelConfig) -> Tensor:
+def rotary_inverse_frequencies(model: ResolvedModel) -> Tensor:
     """Angles per position, in radians, of each pair of channels: fp32 [kv_channels / 2].
 
     - "none": base^(-2i/D), arXiv 2104.09864.
@@ -25,7 +25,6 @@ def rotary_inverse_frequencies(model: ModelConfig) -> Tensor:
 
     Raises ValueError for a factor below 1 or, with llama3, frequency factors that leave no band between them.
     """
-    assert model.kv_channels is not None, "resolve the config first"
     exponents = torch.arange(0, model.kv_channels, 2, dtype=torch.float32) / model.kv_channels
     frequencies = 1.0 / model.rotary_base**exponents
     if model.rope_scaling_type == "none":

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_edit.config.schema import ModelConfig
+from megatron_edit.config.resolved import ResolvedModel
 from megatron_edit.model.names import canonical_name
 from megatron_edit.tables.parameters import (
     EMBEDDING,
@@ -44,7 +44,7 @@ def local_parameter_count(chunks: Sequence[nn.Module], vocab_size: int, tp_group
     return count
 
 
-def tensor_parallel_slice(full: Tensor, name: str, model: ModelConfig, tp_rank: int, tp_size: int) -> Tensor:
+def tensor_parallel_slice(full: Tensor, name: str, model: ResolvedModel, tp_rank: int, tp_size: int) -> Tensor:
     """Shard of the full tensor on one tensor parallel rank.
 
     The fused QKV is ordered by query group, so ranks hold contiguous groups, or with more ranks than groups equal

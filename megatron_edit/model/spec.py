@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_edit.config.schema import ModelConfig
+from megatron_edit.config.resolved import ResolvedModel
 from megatron_edit.model.transformer_engine import check_transformer_engine
 
 check_transformer_engine("local")  # before megatron-core: a bare transformer-engine package breaks its import
@@ -19,7 +19,7 @@ from megatron_edit.model.norm import RMSNorm  # noqa: E402
 from megatron_edit.model.swiglu import SwiGLU  # noqa: E402
 
 
-def block_spec(model: ModelConfig, num_layers: int) -> TransformerBlockSubmodules:
+def block_spec(model: ResolvedModel, num_layers: int) -> TransformerBlockSubmodules:
     """Spec of a chunk's `num_layers` layers and of the final norm (which only the last chunk builds).
 
     Raises TransformerEngineError when `--transformer-impl transformer_engine` cannot work here.
@@ -33,7 +33,7 @@ def block_spec(model: ModelConfig, num_layers: int) -> TransformerBlockSubmodule
     return TransformerBlockSubmodules(layer_specs=[_local_layer(model)] * num_layers, layer_norm=RMSNorm)
 
 
-def _local_layer(model: ModelConfig) -> ModuleSpec:
+def _local_layer(model: ResolvedModel) -> ModuleSpec:
     """megatron-core's local layer with our norm, attention and activation; its linear layers stay."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts = layer.submodules

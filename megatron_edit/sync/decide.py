@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_edit.config.schema import EditConfig
+from megatron_edit.config.resolved import ResolvedEdit
 from megatron_edit.sync.detector import AnomalyDetector
 from megatron_edit.sync.event import SyncDecision
 from megatron_edit.sync.penalty import replica_weights
@@ -24,8 +24,7 @@ class Decider:
     num_modules  M, on this rank
     """
 
-    def __init__(self, config: EditConfig, method: Method, replicas: Sequence[int], num_modules: int) -> None:
-        assert config.edit_anomaly_threshold is not None and config.edit_weighting is not None, "not resolved"
+    def __init__(self, config: ResolvedEdit, method: Method, replicas: Sequence[int], num_modules: int) -> None:
         self.weighting = config.edit_weighting
         self.temperature = config.edit_softmax_temperature
         self.equal_steps = method.equal_steps

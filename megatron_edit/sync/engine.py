@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_edit.config.schema import EditConfig
+from megatron_edit.config.resolved import ResolvedEdit
 from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.sync.averages import ModuleAverages, Observer
 from megatron_edit.sync.buffers import BufferPool
@@ -54,7 +54,7 @@ class SyncEngine:
 
     def __init__(
         self,
-        config: EditConfig,
+        config: ResolvedEdit,
         mesh: Mesh,
         chunks: list[ReplicaDataParallel],
         optimizer: MegatronOptimizer,
@@ -247,7 +247,7 @@ def _fragments(num_modules: int, num_fragments: int) -> list[int]:
     return [position * num_fragments // num_modules for position in range(num_modules)]
 
 
-def _transport(config: EditConfig, mesh: Mesh) -> SyncTransport:
+def _transport(config: ResolvedEdit, mesh: Mesh) -> SyncTransport:
     return SyncTransport(
         mesh.platform,
         mesh.sync_group,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_edit.config.schema import EditConfig
+from megatron_edit.config.resolved import ResolvedEdit
 from megatron_edit.sync.modules import ModuleShard
 from megatron_edit.sync.outer import OUTER_STEPS, OuterSettings
 from megatron_edit.sync.outer_state import OuterState
@@ -18,7 +18,7 @@ from megatron_edit.tables.methods import Method
 class OuterUpdate:
     """norm_group: ranks of one replica whose shards make up a module's norm."""
 
-    def __init__(self, config: EditConfig, method: Method, norm_group: dist.ProcessGroup) -> None:
+    def __init__(self, config: ResolvedEdit, method: Method, norm_group: dist.ProcessGroup) -> None:
         self._config, self._method, self._norm_group = config, method, norm_group
 
     def __call__(
@@ -30,12 +30,12 @@ class OuterUpdate:
         wait for it.
         """
         config = self._config
-        assert config.edit_outer_lr is not None and config.edit_outer_momentum is not None
+        outer_lr, outer_momentum = config.outer_lr_and_momentum
         beta = self._clip_coefficient(module, averaged)
         anchor, momentum, part = outer.update(module)
         settings = OuterSettings(
-            outer_lr=config.edit_outer_lr,
-            outer_momentum=config.edit_outer_momentum,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
             inner_lr=inner_lr,
             gap_penalty=config.edit_co2_gap_penalty,
             momentum_clip=config.edit_co2_momentum_clip,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_edit.config.schema import EditConfig
+from megatron_edit.config.resolved import ResolvedEdit
 from megatron_edit.parallel.mesh import Mesh
 from megatron_edit.sync.buffers import BufferPool
 from megatron_edit.sync.counts import SyncCounts
@@ -35,7 +35,7 @@ class SyncState:
 
     def __init__(
         self,
-        config: EditConfig,
+        config: ResolvedEdit,
         method: Method,
         mesh: Mesh,
         fleet: Fleet,

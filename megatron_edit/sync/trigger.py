@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_edit.config.schema import EditConfig
+from megatron_edit.config.resolved import ResolvedEdit
 from megatron_edit.tables.methods import Method
 from megatron_edit.tables.timetable import Timetable, fragments_of
 
@@ -205,11 +205,10 @@ class TimeTrigger(Trigger):
         self._elapsed, self._read_at = 0.0, self._clock()
 
 
-def build_trigger(config: EditConfig, method: Method, num_modules: int) -> Trigger:
+def build_trigger(config: ResolvedEdit, method: Method, num_modules: int) -> Trigger:
     """The trigger of `method`; a method without local steps never leaves its warm-up."""
     warmup_steps = config.edit_warmup_steps if method.is_local else None
-    if method.trigger == "time":
-        assert config.edit_sync_time is not None, "the config is not resolved"
-        return TimeTrigger(config.edit_sync_time, warmup_steps)
+    if config.sync_seconds is not None:
+        return TimeTrigger(config.sync_seconds, warmup_steps)
     interval = max(config.edit_sync_interval, 1)
     return StepTrigger(interval, warmup_steps, fragments_of(method, config.edit_num_fragments, num_modules, interval))

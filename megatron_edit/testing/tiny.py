@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from megatron_edit.config.derive import resolve
+from megatron_edit.config.configure import resolve
+from megatron_edit.config.resolved import ResolvedConfig
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import with_values
 from megatron_edit.parallel.mesh import Mesh
@@ -40,30 +41,29 @@ TINY: dict[str, Any] = {
 }
 
 
-def tiny_config(world_size: int, **settings: Any) -> Config:
+def tiny_config(world_size: int, **settings: Any) -> ResolvedConfig:
     """The fixture with `settings` changed, resolved for `world_size` ranks of one node."""
     config = with_values(Config(), {**TINY, **settings}, "flag")
     return resolve(config, world_size, world_size, "cpu")
 
 
-def tiny_mesh(config: Config) -> Mesh:
+def tiny_mesh(config: ResolvedConfig) -> Mesh:
     """The mesh of `config` over the ranks that run; collective."""
     platform = get_platform("cpu")
     platform.initialize()
     return mesh_of(config, platform)
 
 
-def tiny_replica(config: Config, observer: Observer | None = None) -> Replica:
+def tiny_replica(config: ResolvedConfig, observer: Observer | None = None) -> Replica:
     """Mesh and replica of `config`; collective."""
     return build_replica(config, tiny_mesh(config), VOCABULARY, observer)
 
 
-def tiny_global_batch(config: Config, iteration: int, *, masked: bool = False) -> dict[str, torch.Tensor]:
+def tiny_global_batch(config: ResolvedConfig, iteration: int, *, masked: bool = False) -> dict[str, torch.Tensor]:
     """All samples of `iteration`, over all replicas, [B, S] each; it depends on nothing but the batch's size.
 
     `masked`: a pseudo-random third of the tokens does not count, unevenly over samples.
     """
-    assert config.training.global_batch_size is not None
     generator = torch.Generator().manual_seed(1_000_003 * iteration + 7)
     shape = (config.training.global_batch_size, config.model.seq_length + 1)
     samples = torch.randint(0, VOCABULARY, shape, generator=generator)
@@ -74,7 +74,7 @@ def tiny_global_batch(config: Config, iteration: int, *, masked: bool = False) -
 
 
 def rank_microbatches(
-    config: Config, mesh: Mesh, batch: dict[str, torch.Tensor]
+    config: ResolvedConfig, mesh: Mesh, batch: dict[str, torch.Tensor]
 ) -> list[dict[str, torch.Tensor]]:
     """This rank's microbatches of a global batch: replicas take equal slices in order, their shards again."""
     rows = batch["tokens"].shape[0] // (mesh.num_replicas * mesh.layout.dp)
@@ -87,7 +87,7 @@ def rank_microbatches(
 
 
 def tiny_batch(
-    config: Config, mesh: Mesh, iteration: int, *, masked: bool = False
+    config: ResolvedConfig, mesh: Mesh, iteration: int, *, masked: bool = False
 ) -> list[dict[str, torch.Tensor]]:
     """This rank's microbatches of `tiny_global_batch`."""
     return rank_microbatches(config, mesh, tiny_global_batch(config, iteration, masked=masked))

@@ -15,8 +15,7 @@ from megatron_edit.checkpoint.restore import describe_candidate, layout_descript
 from megatron_edit.checkpoint.training_state import TrainingState
 from megatron_edit.checkpoint.writer import CheckpointWriter, Saved
 from megatron_edit.config.batch_schedule import BatchSchedule
-from megatron_edit.config.derive import batch_schedule
-from megatron_edit.config.schema import Config
+from megatron_edit.config.resolved import ResolvedConfig
 from megatron_edit.config.settings import is_given
 from megatron_edit.ranks.collective import on_first_rank
 from megatron_edit.train.pace import Pace, samples_beyond_iteration
@@ -61,7 +60,7 @@ class RunCheckpoints:
     Raises CheckpointError when another run saves into the folder of --save.
     """
 
-    def __init__(self, config: Config, replica: Replica, vocab_size: int, say: Callable[[str], None]) -> None:
+    def __init__(self, config: ResolvedConfig, replica: Replica, vocab_size: int, say: Callable[[str], None]) -> None:
         self._config = config
         self._settings = config.checkpoint
         self._replica = replica
@@ -314,13 +313,11 @@ class RunCheckpoints:
 
     def _start(self, position: Position, *, resumed: bool) -> Start:
         """With the flags' schedule; a decay whose length is not given ends with the run."""
-        training, optimizer = self._config.training, self._config.optimizer
-        train_iters, batch = training.train_iters, batch_schedule(self._config)
-        assert train_iters is not None and batch is not None
+        training, optimizer, batch = self._config.training, self._config.optimizer, self._config.batch_schedule
+        train_iters = training.train_iters
         beyond = samples_beyond_iteration(position.reserves, batch)
         counted = position.consumed_samples - beyond  # where the completed iterations end
         if is_given(self._config, "train_samples"):
-            assert training.train_samples is not None
             train_iters = position.iteration + batch.iterations_until(training.train_samples, counted)
         if self._config.sources.get("lr_decay_iters") == "derived":
             end = batch.samples_after(max(1, train_iters - position.iteration), counted)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_edit.config.batch_schedule import BatchSchedule
-from megatron_edit.config.schema import Config
+from megatron_edit.config.resolved import ResolvedConfig
 from megatron_edit.data.blend import is_validation
 from megatron_edit.data.checked import CheckedData, document_ends
 from megatron_edit.data.datasets import SplitDatasets, build_mock_split, build_split
@@ -19,7 +19,7 @@ from megatron_edit.parallel.mesh import Mesh
 class RunData:
     """Datasets of the run and what this rank reads of them."""
 
-    def __init__(self, config: Config, checked: CheckedData, mesh: Mesh) -> None:
+    def __init__(self, config: ResolvedConfig, checked: CheckedData, mesh: Mesh) -> None:
         self._config = config
         self._pin_memory = mesh.platform.name == "cuda"
         interleaved = config.parallel.num_layers_per_virtual_pipeline_stage is not None
@@ -92,9 +92,7 @@ class RunData:
     @property
     def _evaluation_batch_size(self) -> int:
         """The same through the whole run: of a batch that grows the last."""
-        size = self._config.training.global_batch_size
-        assert size is not None
-        return size
+        return self._config.training.global_batch_size
 
     def _build(self, name: str, checked: CheckedData) -> SplitDatasets:
         seq_length = self._config.model.seq_length

@@ -20,6 +20,7 @@ from megatron_edit.config.arithmetic import describe
 from megatron_edit.config.configure import configure
 from megatron_edit.config.notes import notes
 from megatron_edit.config.printing import help_text, print_config
+from megatron_edit.config.resolved import ResolvedConfig
 from megatron_edit.config.schema import Config, ConfigError
 from megatron_edit.config.settings import SETTINGS
 from megatron_edit.data.checked import CheckedData, check_data
@@ -45,7 +46,7 @@ USER_ERRORS = (ConfigError, DataError, PlatformError, TransformerEngineError, Ch
 class _Checked:
     """What is known of a run before anything is built."""
 
-    config: Config
+    config: ResolvedConfig
     platform: Platform
     data: CheckedData
     lines: list[str]  # for the user
@@ -68,19 +69,22 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, *, ow
     if found is not None:
         os.environ.update(found.environment)
         environment = {**environment, **found.environment}
-    facts, problem, checked = program_facts(environment), None, None
+    facts = program_facts(environment)
+    checked: _Checked | Exception | None
     try:
         checked = _check(argv, environment, facts)
-        if checked is None:
-            return 0
     except USER_ERRORS as error:
-        problem = error
-    timeout = checked.config.parallel.distributed_timeout_seconds if checked else None
-    timeout = timeout or SETTINGS["distributed_timeout_seconds"].default
-    rendezvous = None
+        checked = error
+    if checked is None:
+        return 0
+    rendezvous, problem, timeout = None, None, SETTINGS["distributed_timeout_seconds"].default
     alone = environment.get("WORLD_SIZE") == "1" or "RANK" not in environment
-    if checked is not None and checked.config.command.dry_run and "MASTER_ADDR" not in environment:
-        alone = True  # the checks of one rank, without the others
+    if isinstance(checked, Exception):
+        problem = checked
+    else:
+        timeout = checked.config.parallel.distributed_timeout_seconds
+        if checked.config.command.dry_run and "MASTER_ADDR" not in environment:
+            alone = True  # the checks of one rank, without the others
     if not alone:
         try:
             rendezvous = open_store(environment, timeout, found.job if found else "")
@@ -88,10 +92,9 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, *, ow
             agree(rendezvous, report, timeout_seconds=timeout, before_refusal=ignore_stop_signals)
         except Exception as error:
             return _cannot_start(error, problem, rendezvous, environment)
-    if problem is not None:
-        ending.say_error(problem)
+    if isinstance(checked, Exception):
+        ending.say_error(checked)
         return 2
-    assert checked is not None
     if owns_process:
         outlive_readers("the run goes on without what it would say there")
     if environment.get("RANK", "0") == "0":
@@ -104,12 +107,11 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, *, ow
 
 def _check(argv: Sequence[str], environment: Mapping[str, str], facts: dict[str, str]) -> _Checked | None:
     """All that can be checked on one rank, in seconds; fills `facts` as far as it comes. None: nothing is to be run."""
-    config, plan = configure(argv, environment, "cuda" if torch.cuda.is_available() else "cpu")
-    if config.command.help or config.command.print_config:
+    config = configure(argv, environment, "cuda" if torch.cuda.is_available() else "cpu")
+    if config is None or config.command.print_config:
         if environment.get("RANK", "0") == "0":
-            print(help_text() if config.command.help else print_config(config), flush=True)
+            print(help_text() if config is None else print_config(config), flush=True)
         return None
-    assert plan is not None
     facts.update(setting_facts(config))
     if not config.command.dry_run:
         _check_launcher(environment)
@@ -121,7 +123,7 @@ def _check(argv: Sequence[str], environment: Mapping[str, str], facts: dict[str,
     data = check_data(config)
     facts.update(data_facts(data))
     done = done_by(config.checkpoint)
-    lines = [*notes(config), *data.notes, describe(config, plan, data.vocab_size, done)]
+    lines = [*notes(config), *data.notes, describe(config, data.vocab_size, done)]
     return _Checked(config, platform, data, lines)
 
 

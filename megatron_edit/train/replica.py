@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_edit.config.schema import Config
+from megatron_edit.config.resolved import ResolvedConfig
 from megatron_edit.model.init import initialize_weights
 from megatron_edit.model.llama import build_model_chunks, transformer_config, virtual_stages_of
 from megatron_edit.model.loss import forward_step
@@ -33,7 +33,7 @@ from megatron_edit.tables.parameters import module_keys
 class Replica:
     """What one rank trains with."""
 
-    config: Config
+    config: ResolvedConfig
     mesh: Mesh
     transformer_config: TransformerConfig
     chunks: list[ReplicaDataParallel]
@@ -69,10 +69,9 @@ class Replica:
             group["weight_decay"] = self.config.optimizer.weight_decay * group.get("wd_mult", 1.0)
 
 
-def mesh_of(config: Config, platform: Platform) -> Mesh:
-    """The mesh that a resolved `config` asks for, over all ranks of the default group; collective."""
+def mesh_of(config: ResolvedConfig, platform: Platform) -> Mesh:
+    """The mesh that `config` asks for, over all ranks of the default group; collective."""
     parallel = config.parallel
-    assert config.edit.edit_num_replicas is not None
     layout = Layout.from_world(
         dist.get_world_size(),
         num_replicas=config.edit.edit_num_replicas,
@@ -89,9 +88,9 @@ def mesh_of(config: Config, platform: Platform) -> Mesh:
 
 
 def build_replica(
-    config: Config, mesh: Mesh, vocab_size: int, observer: Observer | None = None
+    config: ResolvedConfig, mesh: Mesh, vocab_size: int, observer: Observer | None = None
 ) -> Replica:
-    """Model, optimizer and engine of this rank; collective over the world. `config` must have been resolved."""
+    """Model, optimizer and engine of this rank; collective over the world."""
     megatron_config = transformer_config(
         config.model,
         config.parallel,
@@ -143,7 +142,7 @@ def build_replica(
     )
 
 
-def _ddp_config(config: Config) -> DistributedDataParallelConfig:
+def _ddp_config(config: ResolvedConfig) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.training.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=True,
@@ -154,7 +153,7 @@ def _ddp_config(config: Config) -> DistributedDataParallelConfig:
 
 
 def build_optimizer(
-    config: Config, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection
+    config: ResolvedConfig, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection
 ) -> MegatronOptimizer:
     """megatron-core's distributed optimizer with fused AdamW; vectors (norms, biases) get no weight decay."""
     optimizer, training = config.optimizer, config.training
@@ -193,7 +192,7 @@ def _use_fused_adam(optimizer: MegatronOptimizer) -> None:
                 group["fused"], group["foreach"] = True, False
 
 
-def _parameter_dtype(config: Config) -> Any:
+def _parameter_dtype(config: ResolvedConfig) -> Any:
     if config.training.bf16:
         return torch.bfloat16
     return torch.float16 if config.training.fp16 else torch.float32

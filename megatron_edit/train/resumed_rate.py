@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_edit.config.batch_schedule import BatchSchedule
-from megatron_edit.config.derive import batch_schedule
+from megatron_edit.config.resolved import ResolvedConfig
 from megatron_edit.config.schema import Config, OptimizerConfig
 from megatron_edit.config.settings import is_given
 from megatron_edit.train.schedule import LearningRateSchedule
@@ -33,14 +33,13 @@ def counts_iterations(config: Config) -> bool:
     return not is_given(config, "train_samples")
 
 
-def first_sample(config: Config, consumed_samples: int, saved: dict[str, Any]) -> int:
+def first_sample(config: ResolvedConfig, consumed_samples: int, saved: dict[str, Any]) -> int:
     """Samples consumed before the schedule's first step, as its position is counted now; negative after a larger batch.
 
     `saved`: "schedule" of the checkpoint's manifest.
     """
-    batch, before = batch_schedule(config), saved_batch(saved)
+    batch, before = config.batch_schedule, saved_batch(saved)
     first = int(saved["samples"])
-    assert batch is not None
     # Batches that grow are counted by samples: there is not one factor between the two curves.
     if batch == before or not (batch.is_constant and before.is_constant and counts_iterations(config)):
         return first

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.config.check_batch_schedule import undivided_batches
-from megatron_edit.config.schema import Config, ConfigError
+from megatron_edit.config.resolved import ResolvedConfig
+from megatron_edit.config.schema import ConfigError
 from megatron_edit.data.blend import is_validation, set_name
 from megatron_edit.data.checked import CheckedData
 from megatron_edit.log.lines import EvaluationReport
@@ -44,7 +45,7 @@ from megatron_edit.train.step import TrainStep
 
 
 class Trainer:
-    """One rank of a run. `config` must be resolved and checked; the default process group must exist.
+    """One rank of a run. `config` must be checked; the default process group must exist.
 
     `store`: the rendezvous store of the job, through which stop requests travel. `presence`: is told where the run
     is. `owns_process`: the process ends after `fit`, so a signal that comes after a stop is ignored until then.
@@ -52,7 +53,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: ResolvedConfig,
         platform: Platform,
         checked: CheckedData,
         store: dist.Store,
@@ -110,13 +111,11 @@ class Trainer:
     def _build_boundaries(self, start: Start) -> Boundaries:
         if self.engine.method.equal_steps:
             return EqualSteps(self.engine, self.pace, self._feed, train_iters=start.train_iters)
-        train_samples = self.config.training.train_samples
-        assert train_samples is not None, "the config is not resolved"
         return UnequalSteps(
             self.engine,
             self.pace,
             self._feed,
-            train_samples=train_samples,
+            train_samples=self.config.training.train_samples,
             position=start.position,
             asks=self.mesh.is_replica_leader,
             say=self._output.say,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore, Store
 
-from megatron_edit.config import configure
+from megatron_edit.config import ResolvedConfig, configure
 from megatron_edit.config.settings import SETTINGS
 from megatron_edit.corpora.indexed_writer import IndexedWriter
 from megatron_edit.data.checked import check_data
@@ -79,8 +79,14 @@ def test_long_lists_are_cut() -> None:
 # ---- what is compared ------------------------------------------------------------------------------------------------
 
 
+def configured(*flags: str) -> ResolvedConfig:
+    config = configure(flags, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "cpu")
+    assert config is not None
+    return config
+
+
 def facts_of(*extra: str) -> dict[str, str]:
-    return setting_facts(configure([*FLAGS, *extra], {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "cpu")[0])
+    return setting_facts(configured(*FLAGS, *extra))
 
 
 def test_every_setting_is_compared_but_for_those_that_may_differ() -> None:
@@ -127,16 +133,14 @@ def test_another_corpus_of_the_same_name_and_size(manifest: bool, tmp_path: Path
             "--eval-iters",
             "0",
         ]
-        config = configure([*flags, "--eval-iters", "0"], {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "cpu")[0]
-        found.append(data_facts(check_data(config)))
+        found.append(data_facts(check_data(configured(*flags, "--eval-iters", "0"))))
     assert found[0] == found[1], "the content counts, not where it lies"
     assert {name for name in found[0] if found[0][name] != found[2][name]} == {"corpus 1 of --data-path"}
     assert "bin 10000 bytes" in found[0]["corpus 1 of --data-path"]
 
 
 def test_another_tokenizer() -> None:
-    config = configure(FLAGS, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "cpu")[0]
-    checked = check_data(config)
+    checked = check_data(configured(*FLAGS))
     other = ByteTokenizer()
     other.fingerprint = "0" * 64
     assert data_facts(checked) != data_facts(replace(checked, tokenizer=other))

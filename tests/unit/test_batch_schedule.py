@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_edit.config import check, notes, resolve
+from megatron_edit.config import ResolvedConfig, check, notes, resolve
 from megatron_edit.config.arithmetic import describe
 from megatron_edit.config.batch_schedule import BatchSchedule
 from megatron_edit.config.check_batch_schedule import undivided_batches
-from megatron_edit.config.derive import batch_plan, batch_schedule, schedule_lengths
+from megatron_edit.config.derive import schedule_lengths
 from megatron_edit.config.flags import load_config
-from megatron_edit.config.schema import Config, OptimizerConfig
+from megatron_edit.config.schema import OptimizerConfig
 from megatron_edit.train.pace import Pace
 from megatron_edit.train.schedule import LearningRateSchedule
 
@@ -130,7 +130,7 @@ BASE = "--mock-data --seq-length 32 --micro-batch-size 2"
 STEPS, RAMPUP = "--step-batch-size-schedule", "--rampup-batch-size"
 
 
-def config_of(flags: str, ranks: int = 4) -> Config:
+def config_of(flags: str, ranks: int = 4) -> ResolvedConfig:
     return resolve(load_config(f"{BASE} --edit-num-replicas 2 {flags}".split()), ranks, ranks, "cpu")
 
 
@@ -199,9 +199,7 @@ def test_a_run_that_goes_on_is_checked_for_the_batches_to_come(tmp_path: object)
 def test_lengths_follow_the_batch() -> None:
     config = config_of(f"{STEPS} 0:8 640:16 1280:32 --train-samples 990")  # 3 of 8, 1 of 16, then 32
     assert config.training.global_batch_size == 32 and config.training.replica_batch_size == 16
-    schedule = batch_schedule(config)
-    assert schedule is not None
-    count = [before + size for before, size in batches(schedule, 60)]
+    count = [before + size for before, size in batches(config.batch_schedule, 60)]
     assert config.training.train_iters == sum(end <= 990 for end in count)
     said = f"{config.training.train_iters} iterations, {max(end for end in count if end <= 990)} samples"
     assert any(said in note for note in notes(config))
@@ -215,9 +213,7 @@ def test_lengths_follow_the_batch() -> None:
 
 def test_dry_run_shows_every_step_of_the_run() -> None:
     config = config_of(f"{STEPS} 0:8 640:16 64000:32 --train-iters 10")
-    plan = batch_plan(config, 4)
-    assert plan is not None
-    lines = describe(config, plan).splitlines()
+    lines = describe(config).splitlines()
     assert "  from sample 0: global batch 8, 1 microbatches, iterations 1 to 3" in lines
     assert "  from sample 24: global batch 16, 2 microbatches, iterations 4 to 10" in lines
     assert not any("batch 32, " in line for line in lines), "the run does not come to it"

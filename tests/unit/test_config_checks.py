@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_edit.config import Config, ConfigError, batch_plan, check, configure, describe, notes, resolve
+from megatron_edit.config import (
+    Config,
+    ConfigError,
+    ResolvedConfig,
+    check,
+    configure,
+    describe,
+    notes,
+    resolve,
+)
 from megatron_edit.config.flags import load_config
 from megatron_edit.config.printing import print_config
 from megatron_edit.config.schema import DataConfig, ParallelConfig, TrainingConfig
@@ -22,7 +31,9 @@ def problems_of(flags: str, world_size: int = 4, local_world_size: int | None = 
     return check(load_config(flags.split()), world_size, local_world_size or world_size, device)
 
 
-def resolved(flags: str, world_size: int = 4, local_world_size: int | None = None, device: str = "cpu") -> Config:
+def resolved(
+    flags: str, world_size: int = 4, local_world_size: int | None = None, device: str = "cpu"
+) -> ResolvedConfig:
     config = load_config(flags.split())
     local_world_size = local_world_size or world_size
     assert check(config, world_size, local_world_size, device) == []
@@ -85,12 +96,11 @@ INVALID = [
 @pytest.mark.parametrize("row", VALID, ids=str)
 def test_valid_sizes(row: Sizes) -> None:
     config = resolved(size_flags(row.tp, row.pp, row.replicas, row.micro, row.batch), row.world)
-    plan = batch_plan(config, row.world)
-    assert plan is not None
+    plan = config.batch_plan
     assert (plan.num_microbatches, plan.global_batch_size) == (row.microbatches, row.batch)
     assert plan.shard_size * plan.num_replicas * row.tp * row.pp == row.world
     assert plan.replica_batch_size * row.replicas == row.batch == config.training.global_batch_size
-    assert f"x {row.microbatches} microbatches" in describe(config, plan)
+    assert f"x {row.microbatches} microbatches" in describe(config)
 
 
 @pytest.mark.parametrize("row", INVALID, ids=str)
@@ -107,8 +117,8 @@ def test_invalid_sizes(row: Sizes) -> None:
 def test_global_batch_stays_on_a_resize() -> None:
     flags = f"{BASE} --micro-batch-size 2 --global-batch-size 16 --edit-num-replicas"
     for world, replicas, microbatches in ((2, 2, 4), (4, 4, 2), (8, 4, 1)):
-        plan = batch_plan(resolved(f"{flags} {replicas}", world), world)
-        assert plan is not None and (plan.global_batch_size, plan.num_microbatches) == (16, microbatches)
+        plan = resolved(f"{flags} {replicas}", world).batch_plan
+        assert (plan.global_batch_size, plan.num_microbatches) == (16, microbatches)
 
 
 def test_replica_batch_makes_the_global_batch_grow() -> None:
@@ -404,9 +414,7 @@ def test_interval_zero_is_the_baseline() -> None:
 def test_describe_shows_the_mesh_and_the_syncs() -> None:
     flags = f"{BASE} --model-size llama3-8b --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
     config = resolved(f"{flags} --global-batch-size 32 --edit-num-replicas 2 --edit-warmup-steps 15", 16)
-    plan = batch_plan(config, 16)
-    assert plan is not None
-    text = describe(config, plan, vocab_size=128256)
+    text = describe(config, vocab_size=128256)
     assert "16 ranks = sync 2 x dp 2 x pp 2 x cp 1 x tp 2" in text
     assert "ranks 0-7, 8-15" in text
     assert "32 = 2 stages x 16" in text
@@ -513,4 +521,5 @@ def test_every_method_resolves_and_its_printed_config_reads_back(method: str, tm
         assert config.edit.edit_outer_lr == METHODS[method].outer_lr
     file = tmp_path / "printed.yaml"
     file.write_text(print_config(config))
-    assert configure(["--config", str(file)], {"WORLD_SIZE": "2"}, "cpu")[0].edit == config.edit
+    again = configure(["--config", str(file)], {"WORLD_SIZE": "2"}, "cpu")
+    assert again is not None and again.edit == config.edit

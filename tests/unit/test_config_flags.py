@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_edit.config.derive import resolve
+from megatron_edit.config.configure import resolve
+from megatron_edit.config.derive import derive
 from megatron_edit.config.flags import ALL_FLAGS, load_config
 from megatron_edit.config.megatron_flags import MEGATRON_FLAGS, TRANSLATED, entry_of
 from megatron_edit.config.notes import notes
@@ -280,7 +281,7 @@ def test_paths_expand_in_flags_and_yaml(
     yaml = load_config(["--config", write(tmp_path, text)])
     assert yaml.logging.tensorboard_dir == meant
     assert yaml.data.train_data_path == [meant, "b"]
-    again = load_config(["--config", write(tmp_path, print_config(resolve(flags, 1, 1, "cpu")))])
+    again = load_config(["--config", write(tmp_path, print_config(derive(flags, 1, 1, "cpu")))])
     assert again.checkpoint.save == meant and again.data.data_path == flags.data.data_path
 
 
@@ -358,8 +359,8 @@ def test_flags_without_effect_are_one_note() -> None:
         "--use-mcore-models --swiglu --normalization RMSNorm --distributed-backend nccl "
         "--optimizer adam --position-embedding-type rope --ckpt-format torch_dist"
     )
-    config = load_config(flags.split())
-    (note,) = [note for note in notes(config) if "Megatron" in note]
+    config = load_config(f"--mock-data --train-iters 9 --global-batch-size 8 {flags}".split())
+    (note,) = [note for note in notes(resolve(config, 1, 1, "cpu")) if "Megatron" in note]
     for flag in ("--use-mcore-models", "--swiglu", "--normalization RMSNorm", "--distributed-backend nccl"):
         assert flag in note
 

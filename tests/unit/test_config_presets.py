@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_edit.config import check, resolve
+from megatron_edit.config import check
 from megatron_edit.config.flags import load_config
 from megatron_edit.config.presets import PRESETS
+from megatron_edit.config.resolved import resolved_model
 from megatron_edit.config.settings import SETTINGS
 from megatron_edit.tables.parameters import parameter_count
 
@@ -20,8 +21,7 @@ NOMINAL = {"350m": 350e6, "1b": 1.3e9, "3b": 2.8e9}
 
 
 def parameters(size: str, vocab_size: int) -> int:
-    config = resolve(load_config(["--model-size", size]), 1, 1, "cpu")
-    return parameter_count(config.model, vocab_size)
+    return parameter_count(resolved_model(load_config(["--model-size", size]).model), vocab_size)
 
 
 @pytest.mark.parametrize(("size", "expected"), COUNTS.items())
@@ -50,6 +50,6 @@ def test_presets_can_be_split(size: str, tp: int, pp: int) -> None:
 
 def test_count_of_a_small_model_by_hand() -> None:
     flags = "--num-layers 1 --hidden-size 4 --ffn-hidden-size 6 --num-attention-heads 2 --num-query-groups 1"
-    model = resolve(load_config([*flags.split(), "--add-qkv-bias"]), 1, 1, "cpu").model
+    model = resolved_model(load_config([*flags.split(), "--add-qkv-bias"]).model)
     # q 4x4, k and v 4x2 each, biases 4 + 2 + 2, output 4x4, gate/up/down 3x4x6, 2 norms, last norm, tied 10x4
     assert parameter_count(model, 10) == 16 + 8 + 8 + 8 + 16 + 72 + 8 + 4 + 40

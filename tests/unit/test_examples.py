@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_edit.config import batch_plan, check, load_config, notes, resolve
+from megatron_edit.config import check, load_config, notes, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
@@ -25,7 +25,6 @@ def test_recipe_fits_its_nodes(path: Path, num_replicas: int, tmp_path: Path) ->
     config = load_config(["--config", str(path), *data, "--save", folder, "--load", folder])
     world_size = GPUS_PER_NODE * NODES_PER_REPLICA.get(path.stem, 1) * num_replicas
     assert check(config, world_size, GPUS_PER_NODE, "cuda") == []
-    config = resolve(config, world_size, GPUS_PER_NODE, "cuda")
-    plan = batch_plan(config, world_size)
-    assert plan is not None and plan.num_replicas == num_replicas
-    assert notes(config) == []
+    resolved = resolve(config, world_size, GPUS_PER_NODE, "cuda")
+    assert resolved.batch_plan.num_replicas == num_replicas
+    assert notes(resolved) == []

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_edit.config.configure import configure
 from megatron_edit.config.notes import notes
-from megatron_edit.config.schema import Config, ConfigError
+from megatron_edit.config.resolved import ResolvedConfig
+from megatron_edit.config.schema import ConfigError
 
 NVIDIA_LLAMA3_8B_FP8 = """
     --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
@@ -103,12 +104,12 @@ SCRIPTS = {
 }  # fmt: skip
 
 
-def run(argv: list[str], folder: Path) -> Config:
+def run(argv: list[str], folder: Path) -> ResolvedConfig:
     """As 16 ranks with GPUs, with every folder below `folder`."""
     places = {"SAVE": folder / "save", "CACHE": folder / "cache", "BOARD": folder / "board", "TOKENIZER": folder}
     argv = [str(places.get(word, word)) for word in argv]
-    config, plan = configure(argv, {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "cuda")
-    assert plan is not None and plan.num_replicas == 2
+    config = configure(argv, {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "cuda")
+    assert config is not None and config.batch_plan.num_replicas == 2
     return config
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_edit.config.batch_schedule import BatchSchedule
-from megatron_edit.config.derive import resolve
+from megatron_edit.config.configure import resolve
+from megatron_edit.config.resolved import ResolvedConfig
 from megatron_edit.config.schema import Config
 from megatron_edit.config.settings import with_values
 from megatron_edit.train.resumed_rate import counts_iterations, describe_change, first_sample
@@ -18,15 +19,14 @@ ITERATION, BATCH = 10, 8  # where the run was saved
 CONSUMED = ITERATION * BATCH
 
 
-def config_of(batch: int, **settings: Any) -> Config:
+def config_of(batch: int, **settings: Any) -> ResolvedConfig:
     values = {"lr": 1e-3, "min_lr": 1e-5, "mock_data": True, "edit_num_replicas": 1, "global_batch_size": batch}
     return resolve(with_values(Config(), {**values, **settings}, "flag"), 1, 1, "cpu")
 
 
-def schedule_of(config: Config, first: int, iteration: int, consumed: int) -> LearningRateSchedule:
+def schedule_of(config: ResolvedConfig, first: int, iteration: int, consumed: int) -> LearningRateSchedule:
     """As `RunCheckpoints` makes it: a decay that is not given ends with the run."""
     training, optimizer = config.training, config.optimizer
-    assert training.global_batch_size and training.train_samples is not None and training.train_iters is not None
     left = (training.train_iters - iteration) * training.global_batch_size
     if config.sources.get("train_samples") == "flag":
         left = training.train_samples - consumed

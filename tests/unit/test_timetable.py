@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from megatron_edit.config.arithmetic import count_modules, describe, planned_syncs
 from megatron_edit.config.batch_schedule import BatchSchedule
-from megatron_edit.config.derive import batch_plan, resolve
+from megatron_edit.config.configure import resolve
 from megatron_edit.config.flags import load_config
 from megatron_edit.config.notes import notes
-from megatron_edit.config.schema import Config, ConfigError
+from megatron_edit.config.resolved import ResolvedConfig
+from megatron_edit.config.schema import ConfigError
 from megatron_edit.sync.inner_rate import check_inner_rates
 from megatron_edit.sync.trigger import StepTrigger
 from megatron_edit.tables.methods import METHODS
@@ -23,7 +24,7 @@ from megatron_edit.train.schedule import LearningRateSchedule
 TABLES = st.builds(Timetable, st.integers(1, 9), st.integers(1, 12), st.integers(0, 7))
 
 
-def config_of(flags: str) -> Config:
+def config_of(flags: str) -> ResolvedConfig:
     base = "--mock-data --global-batch-size 8 --edit-num-replicas 2"
     return resolve(load_config(f"{base} {flags}".split()), 2, 2, "cpu")
 
@@ -83,9 +84,8 @@ def test_numbers_out_of_range_are_refused() -> None:
 )  # fmt: skip
 def test_a_dry_run_plans_the_syncs_that_the_run_makes(flags: str, planned: int, line: str) -> None:
     config = config_of(flags)
-    plan = batch_plan(config, 2)
-    assert plan is not None and planned_syncs(config) == planned
-    assert line in describe(config, plan)
+    assert planned_syncs(config) == planned
+    assert line in describe(config)
 
 
 def test_without_a_plan_by_steps() -> None:
