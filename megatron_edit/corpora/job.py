@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,6 +15,7 @@ from megatron_edit.corpora.progress import Progress, log_to_stderr
 from megatron_edit.corpora.restart import Journal, Position
 from megatron_edit.corpora.workers import token_batches
 from megatron_edit.data.errors import DataError
+from megatron_edit.data.tokenizers import Tokenizer
 
 OnError = Literal["fail", "skip"]
 NAMED_PROBLEMS = 10
@@ -127,10 +128,9 @@ def run_job(
         return [CorpusReport(**report) for report in found.reports]
     dtype = token_dtype(tokenizer.vocab_size)
     with ExitStack() as stack:
-        writers = []
-        for index, report in enumerate(reports):
-            state = None if found is None else found.writers[index]
-            writers.append(stack.enter_context(IndexedWriter(report.prefix, dtype, state)))
+        states = [None] * len(reports) if found is None else found.writers
+        opened = (IndexedWriter(report.prefix, dtype, state) for report, state in zip(reports, states, strict=True))
+        writers = [stack.enter_context(writer) for writer in opened]
         start = Position(0, 0)
         if found is None:
             journal.remove()
@@ -139,8 +139,7 @@ def run_job(
             start = found.position
             log(f"going on after {reports[0].documents} documents of an earlier, stopped run of the same command")
         pieces = portions(job.files, job.text_unit, job.part, job.parts)
-        total = sum(min(portion.stop, portion.file.size) - portion.start for portion in pieces)
-        progress = Progress(total, log_interval, log, reports[0].documents)
+        progress = Progress(_bytes_of(pieces), log_interval, log, reports[0].documents)
         problems = _Problems(job, log)
         saved = time.monotonic()
         batches = raw_batches(pieces, job.keys, job.text_unit, start)
@@ -158,23 +157,32 @@ def run_job(
                 journal.write(batch.after, [writer.checkpoint() for writer in writers], reports)
                 saved = time.monotonic()
         problems.tell_rest()
-        for report, writer in zip(reports, writers, strict=True):
-            if job.parts == 1:
-                check_not_empty(report)
-            if report.documents:
-                writer.prepare(
-                    tokenizer, job.append_eod, report.skipped_documents, report.replaced_characters,
-                    report.failed_documents, report.marked_documents,
-                )  # fmt: skip
-        for report, writer in zip(reports, writers, strict=True):
-            if report.documents:
-                writer.finish()
-            writer.discard()
+        _finish(job, tokenizer, reports, writers)
         if job.parts > 1:
             journal.write(Position(len(pieces), 0), [], reports, finished=True)
         else:
             journal.remove()
     return reports
+
+
+def _bytes_of(pieces: Sequence[Portion]) -> int:
+    return sum(min(portion.stop, portion.file.size) - portion.start for portion in pieces)
+
+
+def _finish(job: Job, tokenizer: Tokenizer, reports: list[CorpusReport], writers: list[IndexedWriter]) -> None:
+    """All corpora are made ready first, so that they appear together."""
+    for report, writer in zip(reports, writers, strict=True):
+        if job.parts == 1:
+            check_not_empty(report)
+        if report.documents:
+            writer.prepare(
+                tokenizer, job.append_eod, report.skipped_documents, report.replaced_characters,
+                report.failed_documents, report.marked_documents,
+            )  # fmt: skip
+    for report, writer in zip(reports, writers, strict=True):
+        if report.documents:
+            writer.finish()
+        writer.discard()
 
 
 class _Problems:

@@ -28,13 +28,7 @@ def merge_corpora(
         DataError: a corpus is missing or damaged, is named twice or is the output itself; they were made with different
             tokenizers or with and without --append-eod; some have a manifest and some have none.
     """
-    if not prefixes:
-        raise DataError("--input is empty")
-    twice = [prefix for prefix in prefixes if list(prefixes).count(prefix) > 1]
-    if twice:
-        raise DataError(f"--input {twice[0]} is there more than once")
-    if output_prefix in prefixes:
-        raise DataError(f"--output-prefix {output_prefix} is one of the corpora to merge")
+    _check_names(prefixes, output_prefix)
     # Looked at one after the other, and opened again to be copied: there may be more than may be open at a time.
     dtype = np.result_type(*[IndexedFiles(prefix).dtype for prefix in prefixes])
     manifests = [Manifest.read(prefix) for prefix in prefixes]
@@ -59,22 +53,35 @@ def merge_corpora(
                 sum(manifest.skipped_documents for manifest in known),
                 sum(manifest.failed_documents for manifest in known),
             )
-            writer.write_manifest(
-                replace(
-                    known[0],
-                    largest_token_id=max(manifest.largest_token_id for manifest in known),
-                    documents=len(writer.lengths),
-                    tokens=writer.total_tokens,
-                    sampled_sha256=writer.sampled_sha256(),
-                    skipped_documents=skipped,
-                    replaced_characters=sum(manifest.replaced_characters for manifest in known),
-                    failed_documents=failed,
-                    parse_special_tokens=any(manifest.parse_special_tokens for manifest in known),
-                    marked_documents=sum(manifest.marked_documents for manifest in known),
-                )
-            )
+            writer.write_manifest(_merged(known, writer, skipped, failed))
         writer.finish()
         return documents, writer.total_tokens
+
+
+def _check_names(prefixes: Sequence[str], output_prefix: str) -> None:
+    if not prefixes:
+        raise DataError("--input is empty")
+    twice = [prefix for prefix in prefixes if list(prefixes).count(prefix) > 1]
+    if twice:
+        raise DataError(f"--input {twice[0]} is there more than once")
+    if output_prefix in prefixes:
+        raise DataError(f"--output-prefix {output_prefix} is one of the corpora to merge")
+
+
+def _merged(known: Sequence[Manifest], writer: IndexedWriter, skipped: int, failed: int) -> Manifest:
+    """The manifest of what `writer` holds; `skipped`, `failed`: documents that are not in it."""
+    return replace(
+        known[0],
+        largest_token_id=max(manifest.largest_token_id for manifest in known),
+        documents=len(writer.lengths),
+        tokens=writer.total_tokens,
+        sampled_sha256=writer.sampled_sha256(),
+        skipped_documents=skipped,
+        replaced_characters=sum(manifest.replaced_characters for manifest in known),
+        failed_documents=failed,
+        parse_special_tokens=any(manifest.parse_special_tokens for manifest in known),
+        marked_documents=sum(manifest.marked_documents for manifest in known),
+    )
 
 
 def _check_alike(first: str, known: Manifest, prefix: str, manifest: Manifest) -> None:

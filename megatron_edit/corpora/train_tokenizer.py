@@ -64,8 +64,6 @@ def train_sentencepiece(
     Raises:
         DataError: unusable inputs, or a vocabulary too small or too large for the text.
     """
-    import sentencepiece
-
     files = find_inputs(inputs, [json_key], input_kind)
     smallest = SPECIAL_PIECES + BYTES + 1
     if vocab_size < smallest:
@@ -91,30 +89,8 @@ def train_sentencepiece(
         except DataError as error:  # the library would lose it
             problems.append(error)
 
-    model = io.BytesIO()
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=all_pieces(),
-            model_writer=model,
-            model_type=model_type,
-            input_sentence_size=max_sentences,
-            shuffle_input_sentence=max_sentences > 0,
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            character_coverage=0.9995,
-            split_digits=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=3,
-            max_sentence_length=PIECE_BYTES,
-            num_threads=1,
-            minloglevel=2,
-        )
+        model = _trained(all_pieces(), vocab_size, model_type, max_sentences)
     except RuntimeError as error:
         if problems:
             raise problems[0] from None
@@ -123,13 +99,48 @@ def train_sentencepiece(
     if problems:
         raise problems[0]
     path = Path(f"{output_prefix}.model")
+    _write(path, model)
+    return path
+
+
+def _trained(pieces: Iterator[str], vocab_size: int, model_type: ModelType, max_sentences: int) -> bytes:
+    """The model's file. Raises RuntimeError of the library where the vocabulary does not fit the text."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=pieces,
+        model_writer=model,
+        model_type=model_type,
+        input_sentence_size=max_sentences,
+        shuffle_input_sentence=max_sentences > 0,
+        vocab_size=vocab_size,
+        byte_fallback=True,
+        character_coverage=0.9995,
+        split_digits=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        allow_whitespace_only_pieces=True,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=3,
+        max_sentence_length=PIECE_BYTES,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all. Raises DataError."""
     partial = Path(f"{path}.partial-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(model.getvalue())
+        partial.write_bytes(content)
         os.replace(partial, path)
     except OSError as error:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise DataError(f"{path} cannot be written: {error.strerror}") from None
-    return path

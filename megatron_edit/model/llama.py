@@ -51,21 +51,7 @@ def transformer_config(
     interleaved = virtual_stages is not None
     transformer_engine = model.transformer_impl == "transformer_engine"
     return TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
-        normalization="RMSNorm",
-        layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=True,
-        activation_func=functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=model.add_qkv_bias,
-        qk_layernorm=model.qk_layernorm,
-        attention_dropout=model.attention_dropout,
-        hidden_dropout=model.hidden_dropout,
+        **_architecture(model),
         # layout
         tensor_model_parallel_size=tensor_ranks,
         pipeline_model_parallel_size=stages,
@@ -99,6 +85,27 @@ def transformer_config(
         apply_rope_fusion=transformer_engine,
         gradient_accumulation_fusion=on_cuda and find_spec("fused_weight_gradient_mlp_cuda") is not None,
     )
+
+
+def _architecture(model: ResolvedModel) -> dict[str, Any]:
+    """What makes it a Llama, and its sizes."""
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.kv_channels,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.norm_epsilon,
+        "gated_linear_unit": True,
+        "activation_func": functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": model.add_qkv_bias,
+        "qk_layernorm": model.qk_layernorm,
+        "attention_dropout": model.attention_dropout,
+        "hidden_dropout": model.hidden_dropout,
+    }
 
 
 def virtual_stages_of(model: ResolvedModel, parallel: ParallelConfig) -> int | None:

@@ -17,8 +17,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -127,28 +127,20 @@ def run_command(
     get_platform("cpu").initialize()
     for module in ("megatron_edit.train.main", "megatron_edit.train.trainer"):  # once, for all ranks to come
         importlib.import_module(module)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=world_size + 8)
-    port = listener.getsockname()[1]
-    released, release = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     started = time.monotonic()
     processes: list[_Process] = []
-    with tempfile.TemporaryDirectory() as written:
-        store_pid = os.fork()
-        if store_pid == 0:
-            os.close(release)
-            _keep_store(listener, world_size, released)
+    with tempfile.TemporaryDirectory() as written, _store(world_size) as store:
         try:
             for rank in range(world_size):
                 files = Path(written, f"{rank}.stdout"), Path(written, f"{rank}.stderr")
                 for file in files:
                     file.touch()  # a rank may be ended before it has opened them
-                environment = _environment(rank, world_size, local_world_size or world_size, port)
+                environment = _environment(rank, world_size, local_world_size or world_size, store.port)
                 pid = os.fork()
                 if pid == 0:
-                    os.close(release)
-                    listener.close()
+                    store.let_go()
                     _rank(argv, rank, environment, directory, in_rank, *files)
                 processes.append(_Process(pid, *files))
             _wait(processes, timeout_s, ends_others)
@@ -158,10 +150,6 @@ def run_command(
                 process.send(signal.SIGKILL)
             while any(process.poll() is None for process in processes):
                 time.sleep(0.01)
-            os.close(release)  # ends the store
-            os.close(released)
-            listener.close()
-            os.waitpid(store_pid, 0)
 
 
 def _environment(rank: int, world_size: int, local_world_size: int, port: int) -> dict[str, str]:
@@ -199,6 +187,41 @@ def _wait(processes: list[_Process], timeout_s: float, ends_others: bool) -> Non
             result = CommandResult([process.outcome() for process in processes], timeout_s)
             raise CommandTimeoutError(f"rank(s) {silent} did not end within {timeout_s:g} s, {result}")
         time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class _Store:
+    """The parent's hold on the store of a run: its port, and the pipe with whose end it ends."""
+
+    listener: socket.socket
+    pipe: int
+
+    @property
+    def port(self) -> int:
+        return int(self.listener.getsockname()[1])
+
+    def let_go(self) -> None:
+        """In a process that was forked from the parent, and in the parent at the end."""
+        os.close(self.pipe)
+        self.listener.close()
+
+
+@contextmanager
+def _store(world_size: int) -> Iterator[_Store]:
+    """A store for `world_size` ranks, in a process of its own."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=world_size + 8)
+    released, release = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(release)
+        _keep_store(listener, world_size, released)
+    store = _Store(listener, release)
+    try:
+        yield store
+    finally:
+        store.let_go()
+        os.close(released)
+        os.waitpid(pid, 0)
 
 
 def _keep_store(listener: socket.socket, world_size: int, released: int) -> NoReturn:

@@ -196,75 +196,89 @@ class RunCheckpoints:
 
     def load(self) -> Start:
         """Takes up the checkpoint of --load, if there is one. Raises CheckpointError."""
-        settings, load = self._settings, self._settings.load
-        candidate = None
-        if load is not None:
-            candidate = find_checkpoint(
-                load,
-                self._group,
-                step=settings.ckpt_step,
-                fallback=settings.load_fallback,
-                weights_only=settings.finetune,
-                say=self._say,
-            )
-            if candidate is None and not same_folder(load, settings.save):
-                raise CheckpointError(f"--load {load}: there is no complete checkpoint in it")
-            if candidate is None:
-                self._say(f"--load {load} holds no checkpoint: first start")
-            elif same_folder(load, settings.save) and settings.load_fallback and settings.ckpt_step is None:
-                self._set_aside(candidate)
+        settings = self._settings
+        candidate = None if settings.load is None else self._find(settings.load)
         if self._writer is not None:
             on_first_rank(self._writer.folder.clean_up, self._group)
         if candidate is None:
-            if load is None and self._writer is not None:
+            if settings.load is None and self._writer is not None:
                 self._warn_of_used_folder(self._writer)
             return self._start(Position(), resumed=False)
         saved = candidate.manifest.content
-        weights_only = settings.finetune or not settings.load_optim
         reserves = None if settings.finetune else saved.get("reserves")
-        resized = saved["layout"]["sync"] != self._engine.fleet.num_replicas
-        if weights_only:
-            iteration = 0 if settings.finetune else candidate.manifest.iteration
-            consumed = 0 if settings.finetune else saved.get("consumed_samples")
-            if consumed is None:
-                raise CheckpointError(f"{candidate.folder} holds weights only: give --finetune to start from them")
-            position = Position(iteration, consumed, consumed, reserves)
-            remarks = restore_weights(self.state, candidate, self._group, iteration=iteration)
-            remarks.append("learning rate: the flags' schedule, from its first step: only weights were loaded")
-            start = self._start(position, resumed=iteration > 0)
+        if settings.finetune or not settings.load_optim:
             what = "started from the weights of"
+            start, remarks = self._start_from_weights(candidate, reserves)
         else:
-            remarks = restore(
-                self.state,
-                candidate,
-                self._group,
-                random_states=settings.load_rng,
-                seed=self._config.training.seed,
-            )
-            if not settings.load_rng:
-                remarks.append("--no-load-rng: generators (dropout) are as at the start of a run")
-            schedule, consumed = saved["schedule"], saved["consumed_samples"]
-            use_checkpoint = self._settings.use_checkpoint_opt_param_scheduler
-            position = Position(
-                candidate.manifest.iteration,
-                consumed,
-                schedule["samples"] if use_checkpoint else first_sample(self._config, consumed, schedule),
-                reserves,
-                at_sync=resized or not any(max(each["updates_since_sync"]) for each in saved["replicas"]),
-            )
-            start = self._start(position, resumed=True)
-            remarks += self._schedule_remarks(start.schedule, position, schedule)
-            remarks += self._order_remarks(saved.get("order", {}))
-            if use_checkpoint:
-                start = replace(start, schedule=saved_schedule(schedule))
             what = "resumed"
-            self._saved_iteration = self._iteration_here(candidate)
+            start, remarks = self._resume(candidate, reserves)
         self._check_reserves(candidate, reserves)
         self._say(f"loaded {describe_candidate(candidate.folder, saved)}")
         for remark in remarks:
             self._say(remark)
-        self._say(f"{what} iteration {candidate.manifest.iteration} of {start.train_iters} from {load}")
+        self._say(f"{what} iteration {candidate.manifest.iteration} of {start.train_iters} from {settings.load}")
         return start
+
+    def _find(self, load: str) -> Candidate | None:
+        """What is to be loaded; None where a run that goes on by itself is at its first start."""
+        settings = self._settings
+        candidate = find_checkpoint(
+            load,
+            self._group,
+            step=settings.ckpt_step,
+            fallback=settings.load_fallback,
+            weights_only=settings.finetune,
+            say=self._say,
+        )
+        goes_on = same_folder(load, settings.save)
+        if candidate is None and not goes_on:
+            raise CheckpointError(f"--load {load}: there is no complete checkpoint in it")
+        if candidate is None:
+            self._say(f"--load {load} holds no checkpoint: first start")
+        elif self._writer is not None and goes_on and settings.load_fallback and settings.ckpt_step is None:
+            self._set_aside(self._writer, candidate)
+        return candidate
+
+    def _start_from_weights(self, candidate: Candidate, reserves: dict[str, Any] | None) -> tuple[Start, list[str]]:
+        """With --finetune or --no-load-optim: the start, and what the user should know."""
+        finetune = self._settings.finetune
+        iteration = 0 if finetune else candidate.manifest.iteration
+        consumed = 0 if finetune else candidate.manifest.content.get("consumed_samples")
+        if consumed is None:
+            raise CheckpointError(f"{candidate.folder} holds weights only: give --finetune to start from them")
+        remarks = restore_weights(self.state, candidate, self._group, iteration=iteration)
+        remarks.append("learning rate: the flags' schedule, from its first step: only weights were loaded")
+        return self._start(Position(iteration, consumed, consumed, reserves), resumed=iteration > 0), remarks
+
+    def _resume(self, candidate: Candidate, reserves: dict[str, Any] | None) -> tuple[Start, list[str]]:
+        """With everything: the start, and what the user should know."""
+        settings, saved = self._settings, candidate.manifest.content
+        remarks = restore(
+            self.state,
+            candidate,
+            self._group,
+            random_states=settings.load_rng,
+            seed=self._config.training.seed,
+        )
+        if not settings.load_rng:
+            remarks.append("--no-load-rng: generators (dropout) are as at the start of a run")
+        schedule, consumed = saved["schedule"], saved["consumed_samples"]
+        use_checkpoint = settings.use_checkpoint_opt_param_scheduler
+        resized = saved["layout"]["sync"] != self._engine.fleet.num_replicas
+        position = Position(
+            candidate.manifest.iteration,
+            consumed,
+            schedule["samples"] if use_checkpoint else first_sample(self._config, consumed, schedule),
+            reserves,
+            at_sync=resized or not any(max(each["updates_since_sync"]) for each in saved["replicas"]),
+        )
+        start = self._start(position, resumed=True)
+        remarks += self._schedule_remarks(start.schedule, position, schedule)
+        remarks += self._order_remarks(saved.get("order", {}))
+        if use_checkpoint:
+            start = replace(start, schedule=saved_schedule(schedule))
+        self._saved_iteration = self._iteration_here(candidate)
+        return start, remarks
 
     def _check_reserves(self, candidate: Candidate, reserves: dict[str, Any] | None) -> None:
         """Steps that all replicas take together read on from one position: no sample may be left out before it."""
@@ -277,10 +291,9 @@ class RunCheckpoints:
                 "on with that method, or start from the weights with --finetune"
             )
 
-    def _set_aside(self, candidate: Candidate) -> None:
+    def _set_aside(self, writer: CheckpointWriter, candidate: Candidate) -> None:
         """After a fallback: what is damaged is kept under another name, as the run will save those iterations anew."""
-        writer, iteration = self._writer, candidate.manifest.iteration
-        assert writer is not None
+        iteration = candidate.manifest.iteration
         for name in on_first_rank(lambda: writer.folder.set_aside_after(iteration), self._group):
             self._say(f"*** the damaged checkpoint is kept as {writer.folder.directory / name} ***")
 
