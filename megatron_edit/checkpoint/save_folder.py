@@ -15,6 +15,7 @@ from megatron_edit.checkpoint.folders import (
     PARTIAL,
     POINTER,
     CheckpointFolder,
+    is_checkpoint,
     is_complete,
     sync_folder,
     write_durably,
@@ -36,8 +37,9 @@ class SaveFolder(CheckpointFolder):
         """Keeps other runs from saving here as long as this process lives, and ends renames that a killed one began.
 
         Returns what is to be said when the file system has no locks. Raises CheckpointError when another run saves
-        here.
+        here, or the folder lies in a checkpoint, with which it would be deleted.
         """
+        self._refuse_in_checkpoint()
         remark = self._lock.acquire()
         if self._lock.held:
             try:
@@ -45,6 +47,15 @@ class SaveFolder(CheckpointFolder):
             except OSError as error:
                 raise CheckpointError(f"--save {self.directory} cannot be used: {error}") from error
         return remark
+
+    def _refuse_in_checkpoint(self) -> None:
+        directory = self.directory.absolute()
+        for folder in (directory, *directory.parents):
+            if is_checkpoint(folder):
+                raise CheckpointError(
+                    f"--save {self.directory} lies in the checkpoint {folder}: what is saved there would be deleted "
+                    f"with it; --save {folder.parent} would go on in the folder of that run, or give a new folder"
+                )
 
     def renew(self) -> str:
         """Takes the lock anew when the folder, or the lock in it, was removed since `acquire`; what is to be said then.

@@ -200,9 +200,9 @@ class RunCheckpoints:
         candidate = None if settings.load is None else self._find(settings.load)
         if self._writer is not None:
             on_first_rank(self._writer.folder.clean_up, self._group)
+        if self._writer is not None:
+            self._warn_of_used_folder(self._writer, candidate)
         if candidate is None:
-            if settings.load is None and self._writer is not None:
-                self._warn_of_used_folder(self._writer)
             return self._start(Position(), resumed=False)
         saved = candidate.manifest.content
         reserves = None if settings.finetune else saved.get("reserves")
@@ -297,14 +297,19 @@ class RunCheckpoints:
         for name in on_first_rank(lambda: writer.folder.set_aside_after(iteration), self._group):
             self._say(f"*** the damaged checkpoint is kept as {writer.folder.directory / name} ***")
 
-    def _warn_of_used_folder(self, writer: CheckpointWriter) -> None:
-        """A new run in the folder of another writes over it; --load would have gone on with that one."""
+    def _warn_of_used_folder(self, writer: CheckpointWriter, candidate: Candidate | None) -> None:
+        """A run that starts elsewhere, in the folder of another, writes over it; --load would have gone on with it."""
+        settings = self._settings
+        goes_on = candidate is not None and same_folder(str(candidate.folder.parent), settings.save)
+        if goes_on and not settings.finetune:
+            return
         iterations = on_first_rank(writer.folder.iterations, self._group)
         if iterations:
-            save, iteration = self._settings.save, max(iterations)
+            start = "anew" if candidate is None else f"from {candidate.folder}"
+            words = ", without --finetune," if settings.finetune else ""
             self._say(
-                f"*** --save {save} holds a run at iteration {iteration}, and this one starts anew and writes over it: "
-                f"give --load {save} to go on with it, or a folder of its own ***"
+                f"*** --save {settings.save} holds a run at iteration {max(iterations)}, and this one starts {start} "
+                f"and writes over it: give --load {settings.save}{words} to go on with it, or a folder of its own ***"
             )
 
     def _order_remarks(self, saved: dict[str, Any]) -> list[str]:

@@ -149,6 +149,18 @@ def test_finetune_takes_final_as_conversion_does(tmp_path: Path) -> None:
     assert same(weights("went on"), run / "iter_0000005", "edit.anchor.")
 
 
+def test_a_run_that_writes_over_another_says_so(saved: Path, run: Path) -> None:
+    """Also with --load: the same command given again begins where it began, over what it had saved."""
+    settings = {**SMALL, "edit_num_replicas": 1, "save": str(run), "train_iters": 1}
+    elsewhere = ["--load", str(saved), "--ckpt-step", "8"]
+    for words in ([], ["--finetune", *elsewhere], [*elsewhere, "--train-iters", "9"]):
+        (line,) = re.findall(r"^.* holds a run .*$", train(1, *words, **settings).stdout, re.MULTILINE)
+        assert f"*** --save {run} holds a run at iteration 10, and this one starts" in line, words
+        assert f"give --load {run}{', without --finetune,' * ('--finetune' in words)} to go on with it" in line
+    went_on = train(1, **{**settings, "load": str(run), "train_iters": 11})
+    assert "holds a run" not in went_on.stdout
+
+
 def test_final_weights_cannot_be_resumed(tmp_path: Path) -> None:
     train(1, **{**SMALL, "edit_num_replicas": 1}, train_iters=1, save=str(tmp_path))
     settings = {**SMALL, "edit_num_replicas": 1, "train_iters": 2, "load": str(tmp_path / "final")}

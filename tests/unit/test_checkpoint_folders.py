@@ -358,3 +358,13 @@ def test_the_lock_is_taken_anew_when_the_folder_is_removed(folder: SaveFolder) -
     with pytest.raises(CheckpointError, match="another run saves there"):
         folder.renew()
     other.release()
+
+
+def test_nothing_is_saved_into_a_checkpoint(folder: SaveFolder) -> None:
+    """It would be deleted with it: --save RUN/iter_N and RUN/final, or a folder below them."""
+    make(folder, 2)
+    for below in ("", "run"):
+        with pytest.raises(CheckpointError, match=f"in the checkpoint .*iter_0000002: .* {folder.directory} would"):
+            SaveFolder(folder.path(2) / below).acquire()
+    assert not (folder.path(2) / "run").exists()
+    SaveFolder(folder.directory / "run").acquire()  # beside the checkpoints it stays
