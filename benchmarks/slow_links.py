@@ -319,7 +319,7 @@ class TimedReplica:
         """What still travels (streaming) has arrived, so that the link is free for the next one's turn."""
         for _, modules in self.engine.placement.under_way:
             for pending in modules:
-                pending.wait()
+                pending.arrived()
 
 
 @dataclass

@@ -117,7 +117,8 @@ def between_replicas(rank: int, world_size: int, steps: int, micro_batch_size: i
     local = TrainStep(build_replica(edit, mesh, SHAPE.vocab_size))
     alone = TrainStep(build_replica(baseline, mesh, SHAPE.vocab_size))
     alone.replica.reducer.enabled = False
-    alone.replica.engine.trigger.warmup_end = 0  # nor are token counts summed over the replicas
+    trigger = alone.replica.engine.trigger
+    trigger.warmup_steps = trigger.warmup_end = 0  # nor are token counts summed over the replicas
     together = TrainStep(build_replica(baseline, mesh, SHAPE.vocab_size))
     core = MegatronCoreStep(baseline, mesh)
     return [
