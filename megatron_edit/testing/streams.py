@@ -57,7 +57,7 @@ _READ_BY_HOST = (
     "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount",
     "repeat_interleave",
 )  # fmt: skip
-_TAKE_MASKS = ("index", "index_put_", "_index_put_impl_")  # whose masks become indices: the host reads how many
+_TAKE_MASKS = ("index", "index_put_", "_index_put_impl_")
 _WITHOUT_KERNEL = ("_unsafe_view", "lift_fresh", "lift", "resize_", "set_", "_reshape_alias", "is_same_size")
 _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
@@ -187,8 +187,9 @@ class StreamWatch:
         self._memory: dict[int, Memory] = {}  # by storage
         self._names: dict[int, list[tuple[int, int, str]]] = {}
         self._works: dict[int, tuple[Any, dict[Timeline, int]]] = {}
-        self._seen: set[tuple[str, ...]] = set()
+        self._seen: set[str] = set()
         self._lines: list[Timeline] = []
+        self.copies_to_host = False  # that is what the operation is for
 
     # ---- what the streams do ----------------------------------------------------------------------------------------
 
@@ -246,14 +247,15 @@ class StreamWatch:
             memory.home.wait(self.host.clock)
         for work in memory.in_use_elsewhere():
             assert memory.home is not None
-            self._report(f"memory of {memory.home.name} is given back", f"while it is used by {work}")
+            self._report(f"memory of {memory.home.name} is given back", f"its use by {work}", places=str(work))
 
     def _use(self, work: Work, tensor: Tensor, *, writes: bool) -> None:
         if tensor.numel() == 0 or tensor.layout is not torch.strided:
             return
         view = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.itemsize)
         for before in self.memory(tensor).use(work, _ranges(*view), writes=writes):
-            self._report(str(before), f"{'write' if writes else 'read'} of {self._describe(tensor)} by {work}")
+            use = f"{'write' if writes else 'read'} of {self._describe(tensor)} by {work}"
+            self._report(str(before), use, places=f"{before}, {work}")
 
     def _describe(self, tensor: Tensor) -> str:
         start = tensor.storage_offset() * tensor.itemsize
@@ -262,10 +264,10 @@ class StreamWatch:
                 return name
         return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
-    def _report(self, *lines: str) -> None:
-        if lines not in self._seen:
-            self._seen.add(lines)
-            self.races.append("\n  not ordered with ".join(lines))
+    def _report(self, first: str, second: str, *, places: str) -> None:
+        if places not in self._seen:
+            self._seen.add(places)
+            self.races.append(f"{first}\n  not ordered with {second}")
 
     # ---- operations -------------------------------------------------------------------------------------------------
 
@@ -293,7 +295,7 @@ class StreamWatch:
             else:
                 self._use(work, tensor, writes=writes)
         result = function(*args, **kwargs)
-        made_on_device = placed if device is not None else any_on_device
+        made_on_device = placed or (any_on_device and not self.copies_to_host)  # torch's own "cpu" means either
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor) and _storage(tensor) not in self._memory:
                 self._take_up(tensor, line if made_on_device else None)
@@ -302,10 +304,15 @@ class StreamWatch:
         if any_on_device:
             places = {self.on_device(tensor) for tensor, _ in (used if kind.name == "_to_copy" else known)}
             crosses = is_copy and places | {made_on_device} == {True, False}
-            masks = kind.name in _TAKE_MASKS and any(t.dtype in (torch.bool, torch.uint8) for t in _indices(args))
-            if (crosses and not _non_blocking(args, kwargs)) or kind.name in _READ_BY_HOST or masks:
+            counts = kind.name in _TAKE_MASKS and self._counts_a_mask(args)
+            if (crosses and not _non_blocking(args, kwargs)) or kind.name in _READ_BY_HOST or counts:
                 self.host_waits(kind.name, line)
         return result
+
+    def _counts_a_mask(self, args: tuple[Any, ...]) -> bool:
+        """Whether the host reads how many elements a mask among the indices has; not where a number fills them."""
+        fills = len(args) > 2 and args[2].numel() == 1 and not self.on_device(args[2])
+        return not fills and any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
 
     def read_by_host(self, why: str, tensor: Tensor) -> None:
         """The host reads `tensor`, and waits for the current stream if it is on the device."""
@@ -464,7 +471,11 @@ class _Functions(TorchFunctionMode):
         if device is None or _is_device(device) == self._watch.on_device(tensor):
             return torch.Tensor.to(tensor, *args, **kwargs) if args or kwargs else tensor
         kwargs.update(dict(zip(("dtype", "non_blocking"), args, strict=False)))
-        return torch.Tensor.to(tensor, device=_DEVICE if _is_device(device) else _CPU, **{**kwargs, "copy": True})
+        self._watch.copies_to_host = not _is_device(device)
+        try:
+            return torch.Tensor.to(tensor, device=_DEVICE if _is_device(device) else _CPU, **{**kwargs, "copy": True})
+        finally:
+            self._watch.copies_to_host = False
 
 
 class _Generator(torch.Generator):
@@ -506,10 +517,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for entry in value:
             yield from _tensors(entry)
-
-
-def _indices(args: tuple[Any, ...]) -> Iterator[Tensor]:
-    return _tensors(args[1])
 
 
 def _non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
