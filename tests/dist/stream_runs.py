@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +27,6 @@ class Seen:
     mixed: set[str] = field(default_factory=set)
     waits: list[list[HostWait]] = field(default_factory=list)
     synced: list[bool] = field(default_factory=list)  # whether a sync was decided after the step
-    operations: int = 0
-    seconds: float = 0.0
 
 
 def watch(run: Run, after_step: AfterStep | None = None, **options: Any) -> list[Seen]:
@@ -67,8 +64,8 @@ def name_memory(watch: StreamWatch, replica: Replica) -> None:
     """So that reports say whose bytes they are about."""
     for module in replica.engine.modules:
         for piece in module.slices:
-            watch.name(piece.master, f"{module.key}: master of {piece.name}")
-            watch.name(piece.model, f"{module.key}: weight {piece.name}")
+            watch.memory.name(piece.master, f"{module.key}: master of {piece.name}")
+            watch.memory.name(piece.model, f"{module.key}: weight {piece.name}")
         bucket = module.bucket_group.bucket
-        watch.name(bucket.param_data, f"{module.key}: weights")
-        watch.name(bucket.grad_data, f"{module.key}: gradients")
+        watch.memory.name(bucket.param_data, f"{module.key}: weights")
+        watch.memory.name(bucket.grad_data, f"{module.key}: gradients")

@@ -19,7 +19,7 @@ FULL = pytest.mark.full("the rest of the layouts and settings")
     [
         ("in forward", 2, {"micro_batch_size": 1}),
         ("in forward, far ahead, offload, moments", 4, {}),
-        ("delayed, offload", 2, {"bf16": True}),
+        ("delayed, offload", 2, {"bf16": True, "edit_sync_interval": 4}),
         ("next round", 4, {"pipeline_model_parallel_size": 2}),
         ("warm-up", 2, {}),
         pytest.param("blocking, compression", 2, {}, marks=FULL),

@@ -37,6 +37,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "warm-up": {"edit_warmup_steps": 2, "micro_batch_size": 1},
 }
 
+INTERRUPTED = ["in forward", "delayed, offload", "in forward, far ahead, offload, moments"]  # in tests of their own
+
 
 def run_of(name: str, world_size: int = 2, **settings: Any) -> Run:
     return Run(world_size, {**SHARDED, **RUNS[name], **settings}, steps=5)
@@ -53,17 +55,17 @@ def clean(seen: list[Seen]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in INTERRUPTED])
 def test_nothing_races(name: str) -> None:
     assert clean(watch(run_of(name)))
 
 
-@pytest.mark.parametrize("name", ["in forward, far ahead, offload, moments", "next round", "warm-up"])
+@pytest.mark.parametrize("name", ["in forward, far ahead, offload, moments", "warm-up"])
 def test_nothing_races_where_replicas_are_sharded(name: str) -> None:
     assert clean(watch(run_of(name, world_size=4)))
 
 
-@pytest.mark.parametrize("name", ["in forward", "delayed, offload", "without an anchor, moments"])
+@pytest.mark.parametrize("name", INTERRUPTED[:2])
 def test_an_evaluation_in_between_races_with_nothing(name: str) -> None:
     def after_step(replica: Replica, iteration: int) -> None:
         if iteration > 1:
@@ -72,7 +74,7 @@ def test_an_evaluation_in_between_races_with_nothing(name: str) -> None:
     assert clean(watch(run_of(name), after_step))
 
 
-@pytest.mark.parametrize("name", ["in forward, far ahead, offload, moments", "delayed, offload", "next round"])
+@pytest.mark.parametrize("name", INTERRUPTED[1:])
 def test_a_save_in_the_background_races_with_nothing(name: str, tmp_path: Path) -> None:
     assert clean(watch(run_of(name), SavesInBackground(tmp_path)))
 
@@ -153,6 +155,11 @@ def gives_the_copy_back_too_early(replica: Replica) -> None:
     platform.used_on_current_stream = lambda tensor: None  # type: ignore[method-assign]
 
 
+def does_not_wait_for_the_device(replica: Replica) -> None:
+    """The thread that writes a checkpoint begins while the state is still being copied to the host."""
+    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     ("name", "fault", "seen"),
     [
@@ -169,3 +176,10 @@ def test_a_fault_in_the_order_is_seen(name: str, fault: Callable[[Replica], None
     run = run_of(name)
     found = races(Run(run.world_size, run.settings, run.steps, fault=fault))
     assert any(all(part in race for part in seen) for race in found), "\n".join(found) or "no race"
+
+
+def test_a_save_that_begins_before_its_copies_are_there_is_seen(tmp_path: Path) -> None:
+    run = run_of("in forward")
+    broken = Run(run.world_size, run.settings, run.steps, fault=does_not_wait_for_the_device)
+    found = races(broken, SavesInBackground(tmp_path))
+    assert any("copy_ at checkpoint/writer.py" in race and "the thread 'save 3'" in race for race in found), found
