@@ -43,7 +43,7 @@ class SavedInFlight:
             entry = self._saved["modules"].get(module.key)
             if entry is None:
                 continue
-            replica = state.mesh.replica % len(entry["left_out"])
+            replica = state.sync.fleet.replica % len(entry["left_out"])
             pending = Pending(
                 module.index,
                 self.events[entry["event"]],
@@ -59,7 +59,8 @@ class SavedInFlight:
         modules = self.state.sync.modules
         entries = [self._saved["modules"].get(module.key) for module in modules]
         entries = [entry if entry is not None and entry["event"] == event["index"] else None for entry in entries]
-        replicas = next((len(e["left_out"]) for e in self._saved["modules"].values()), self.state.mesh.num_replicas)
+        saved = (len(entry["left_out"]) for entry in self._saved["modules"].values())
+        replicas = next(saved, self.state.sync.fleet.num_replicas)
 
         def columns(name: str, dtype: torch.dtype) -> torch.Tensor:
             rows = [[0] * replicas if entry is None else entry[name] for entry in entries]

@@ -124,7 +124,7 @@ class TrainingState:
         `scope`: "full"; "compact": replica 0's moments for all, and no masters where there is an anchor, as at a
         sync they are equal; "weights": masters of replica 0 as `model.<name>` in the model's dtype.
         """
-        mesh, sync = self.mesh, self.sync
+        mesh, sync, fleet = self.mesh, self.sync, self.sync.fleet
         shared = [] if scope == "weights" else [sync.anchor, sync.outer_momentum]
         under_way = self._pending()
         for module in sync.modules:
@@ -132,30 +132,30 @@ class TrainingState:
                 if not self._is_written(piece):
                     continue
                 if scope == "weights":
-                    if mesh.replica == 0:
+                    if fleet.replica == 0:
                         yield from self.pieces(MODEL + piece.name, piece, piece.model)
                     continue
-                if scope == "full" or mesh.replica == 0:
+                if scope == "full" or fleet.replica == 0:
                     for state, flat in self.local_state(piece).items():
                         if not (state == "param" and scope == "compact" and sync.has_anchor):
-                            yield from self.pieces(local_key(mesh.replica, state, piece.name), piece, flat)
+                            yield from self.pieces(local_key(fleet.replica, state, piece.name), piece, flat)
             if scope == "weights":
                 continue
-            writes_shared = module.index % mesh.num_replicas == mesh.replica
+            writes_shared = module.index % fleet.num_replicas == fleet.replica
             if sync.has_anchor and writes_shared:
                 for state, whole in zip(SHARED, shared, strict=True):
                     yield from self._written(module, whole[module.index], partial(shared_key, state))
             yield from self._in_flight_to_save(module, under_way.get(module.index), writes_shared)
             owed = sync.errors.of(module)
-            if owed is not None and (scope == "full" or mesh.replica == 0):
-                yield from self._written(module, owed, partial(own_key, mesh.replica, ERROR))
+            if owed is not None and (scope == "full" or fleet.replica == 0):
+                yield from self._written(module, owed, partial(own_key, fleet.replica, ERROR))
         if scope == "weights":
             return
-        if mesh.replica == mesh.place.dp == mesh.place.cp == mesh.place.tp == 0:
+        if fleet.replica == mesh.place.dp == mesh.place.cp == mesh.place.tp == 0:
             yield from self._detector_to_save()
-        if scope == "full" or mesh.replica == 0:
+        if scope == "full" or fleet.replica == 0:
             for name, generator in random_states().items():
-                yield whole_tensor(f"{self._rng_prefix(mesh.replica)}{name}", generator)
+                yield whole_tensor(f"{self._rng_prefix(fleet.replica)}{name}", generator)
 
     def _written(
         self, module: ModuleShard, flat: torch.Tensor, key_of: Callable[[str], str]
@@ -195,7 +195,7 @@ class TrainingState:
         if writes_shared:
             yield from self._written(module, pending.buffer, partial(shared_key, IN_FLIGHT))
         if pending.at_launch is not None:
-            yield from self._written(module, pending.at_launch, partial(own_key, self.mesh.replica, AT_LAUNCH))
+            yield from self._written(module, pending.at_launch, partial(own_key, self.sync.fleet.replica, AT_LAUNCH))
 
     def pieces(self, key: str, piece: ShardSlice, flat: torch.Tensor) -> Iterator[ShardedTensor]:
         """`flat` [numel of the piece] as blocks of the whole tensor `key`; views of `flat`."""
@@ -261,7 +261,7 @@ class TrainingState:
     def random_states_to_load(self) -> dict[str, ShardedTensor]:
         """Empty tensors for the generators of this place, by generator."""
         return {
-            name: whole_tensor(self._rng_prefix(self.mesh.replica) + name, torch.zeros_like(state))
+            name: whole_tensor(self._rng_prefix(self.sync.fleet.replica) + name, torch.zeros_like(state))
             for name, state in random_states().items()
         }
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_edit.log.writers import LineFile, drop_lines
 from megatron_edit.parallel.mesh import Mesh
+from megatron_edit.sync.fleet import Fleet
 
 _LINE = re.compile(rb'\{"iteration": (\d+), "replica": (\d+), ')
 
@@ -25,8 +26,8 @@ class SampleIdFile:
     the lines in the order of iteration and replica, so that two runs can be compared.
     """
 
-    def __init__(self, path: str | None, mesh: Mesh, steps: list[int]) -> None:
-        self._replica = mesh.replica
+    def __init__(self, path: str | None, mesh: Mesh, fleet: Fleet, steps: list[int]) -> None:
+        self._fleet = fleet
         self._file: LineFile | None = None
         self._path, self._mesh = path, mesh
         if path is None:
@@ -42,7 +43,7 @@ class SampleIdFile:
     def write(self, step: int, sample_ids: list[int]) -> None:
         """The samples of the step `step` of this replica, counted from 1 over the whole run."""
         if self._file is not None:
-            entry = {"iteration": step, "replica": self._replica, "samples": sample_ids}
+            entry = {"iteration": step, "replica": self._fleet.replica, "samples": sample_ids}
             self._file.write(json.dumps(entry))
 
 

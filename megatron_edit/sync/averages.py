@@ -78,7 +78,8 @@ class ModuleAverages:
     def launch(self, pending: Pending, *, applied_soon: bool = False) -> None:
         """Sends this replica's part of the module's average out; the module's sync must have been decided.
 
-        `applied_soon`: in the forward pass that follows, so that what the update needs is fetched from now on.
+        `applied_soon`: in the forward pass that follows, so that what the update needs is fetched from now on. Else the
+        computing stream may write the masters before the update, and reads them itself, before it goes on.
         """
         module, platform = self.modules[pending.module], self._mesh.platform
         if pending.rolled_back:
@@ -86,18 +87,25 @@ class ModuleAverages:
                 self._buffers.give_back(pending.buffer)
                 pending.buffer = None
             return
+        if not applied_soon:
+            self._read_masters(module, pending)
         platform.wait_event(platform.record_event(), platform.sync_stream())
         with platform.stream(platform.sync_stream()):
-            if pending.buffer is None:
-                pending.buffer = self.pseudo_gradient(module)
-                self._outer.release(module)
+            self._read_masters(module, pending)
+            assert pending.buffer is not None
             self._send(module, pending, pending.buffer)
-            if pending.event.apply_after is not None and pending.kept:
-                pending.at_launch = self._buffers.take(module.numel)
-                module.copy_masters_to(pending.at_launch)
             if applied_soon:
                 self._outer.prefetch(module, momentum=True)
         self._observe("launch", module)
+
+    def _read_masters(self, module: ModuleShard, pending: Pending) -> None:
+        """The pseudo gradient, and with a delay the masters as they are now; what has been read is not read again."""
+        if pending.buffer is None:
+            pending.buffer = self.pseudo_gradient(module)
+            self._outer.release(module)
+        if pending.event.apply_after is not None and pending.kept and pending.at_launch is None:
+            pending.at_launch = self._buffers.take(module.numel)
+            module.copy_masters_to(pending.at_launch)
 
     def _send(self, module: ModuleShard, pending: Pending, buffer: torch.Tensor) -> None:
         """The weighted pseudo gradient [numel], and every so many syncs Adam's moments."""

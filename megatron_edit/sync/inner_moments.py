@@ -17,14 +17,18 @@ class InnerMoments:
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         self._optimizer = optimizer
 
-    def of(self, module: ModuleShard) -> Iterator[tuple[torch.Tensor, float]]:
-        """Of each slice in turn both moments, flat fp32, with the share 1 - beta^t that t steps have filled of each."""
+    def of(self, module: ModuleShard) -> Iterator[tuple[torch.Tensor, torch.Tensor | float]]:
+        """Of each slice in turn both moments, flat fp32, with the share 1 - beta^t that t steps have filled of each.
+
+        Where the optimizer counts on the device the share stays there, 0-d fp64: the host does not wait.
+        """
         for piece in module.slices:
             for part in self._optimizer.chained_optimizers:
                 state = part.optimizer.state.get(piece.optimizer_parameter, {})
                 if all(name in state for name in MOMENTS):
                     group = part.optimizer.param_groups[0]  # all have one beta, and a step of their own or this one's
-                    steps = max(float(state.get("step", group.get("step", 0))), 1.0)
+                    steps = state.get("step", group.get("step", 0))
+                    steps = steps.double().clamp(min=1.0) if isinstance(steps, torch.Tensor) else max(float(steps), 1.0)
                     for name, beta in zip(MOMENTS, group["betas"], strict=True):
                         yield state[name].view(-1), 1 - beta**steps
 

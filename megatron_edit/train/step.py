@@ -39,7 +39,7 @@ class TrainStep:
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
-        self._tokens_in_step: torch.Tensor | None = None
+        self._any_token: torch.Tensor | None = None  # 0-d bool, of the step in progress
         config = replica.transformer_config
         config.grad_scale_func = replica.optimizer.scale_loss
         config.finalize_model_grads_func = self._finalize_gradients
@@ -63,10 +63,7 @@ class TrainStep:
         replica.optimizer.zero_grad()
         replica.set_learning_rate(learning_rate)
         losses = replica.forward_backward(microbatches)
-        if self._counts_no_token():
-            grad_norm, asked = None, self._agree(asks_for_sync())
-        else:
-            grad_norm, asked = self._clipped_gradient(asks_for_sync)
+        grad_norm, asked = self._clipped_gradient(asks_for_sync)
         updated = grad_norm is not None and math.isfinite(grad_norm)
         if updated:  # else left out (ours): one bad batch then costs a step, not weights that no sync could bring back;
             replica.optimizer.step_with_ready_grads()  # and without a token Adam would decay them
@@ -78,33 +75,40 @@ class TrainStep:
     def _clipped_gradient(self, asks_for_sync: Callable[[], bool]) -> tuple[float | None, bool]:
         """Makes the gradient ready for the inner optimizer: (norm before clipping, what the replica's ranks asked).
 
-        The norm is the replica's, so its ranks agree; in synchronous steps it is everybody's. None: fp16 overflow.
+        The norm is the replica's, so its ranks agree; in synchronous steps it is everybody's. None: no token counted,
+        or fp16 overflow. The host waits for the device once, in fp16 three times: its scaler needs two answers before.
         """
-        optimizer, clip_grad = self.replica.optimizer, self.replica.config.optimizer.clip_grad
-        if optimizer.prepare_grads():  # fp16 overflow
+        replica, optimizer = self.replica, self.replica.optimizer
+        assert self._any_token is not None
+        if (replica.config.training.fp16 and not self._any_token) or optimizer.prepare_grads():
             return None, self._agree(asks_for_sync())
-        norm, asked = self.norm_and_flag(asks_for_sync())
+        norm, asked, any_token = self.norm_and_flags(asks_for_sync(), self._any_token)
+        if not any_token:
+            return None, asked and not replica.engine.equal_steps  # see `_agree`
+        clip_grad = replica.config.optimizer.clip_grad
         if clip_grad > 0 and math.isfinite(norm):
             for part in optimizer.chained_optimizers:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=clip_grad, total_norm=norm)
         return norm, asked
 
-    def norm_and_flag(self, flag: bool) -> tuple[float, bool]:
-        """Norm of the replica's gradient, and whether any of its ranks has `flag` set: one reduction for both.
+    def norm_and_flags(self, flag: bool, own_flag: torch.Tensor) -> tuple[float, bool, bool]:
+        """Norm of the replica's gradient, whether any of its ranks has `flag` set, and `own_flag` [] as it is here.
 
-        The norm is megatron-core's `get_grad_norm`, up to fp32 rounding: the same elements over the same group.
+        One reduction, and one read of device memory. The norm is megatron-core's `get_grad_norm`, up to fp32 rounding:
+        the same elements over the same group.
         """
         optimizer = self.replica.optimizer
         gradients = [
             gradient for part in optimizer.chained_optimizers for gradient in part.get_main_grads_for_grad_norm()
         ]
-        both = torch.zeros(2, dtype=torch.float32, device=self.replica.mesh.platform.device)  # sum of squares, flags
+        numbers = torch.zeros(3, dtype=torch.float32, device=self.replica.mesh.platform.device)
         if gradients:
-            both[0] = torch.stack(torch._foreach_norm(gradients)).square().sum()
-        both[1] = float(flag)
-        dist.all_reduce(both, group=optimizer.get_grad_stats_parallel_group())
-        square_sum, flags = both.tolist()
-        return math.sqrt(square_sum), flags > 0
+            numbers[0] = torch.stack(torch._foreach_norm(gradients)).square().sum()
+        numbers[1] = float(flag)
+        numbers[2] = own_flag
+        dist.all_reduce(numbers[:2], group=optimizer.get_grad_stats_parallel_group())
+        square_sum, flags, own = numbers.tolist()
+        return math.sqrt(square_sum), flags > 0, own > 0
 
     def _agree(self, flag: bool) -> bool:
         """Whether any rank of the replica has `flag` set, in a step without a norm: in a reduction of its own.
@@ -121,15 +125,22 @@ class TrainStep:
     def _finalize_gradients(
         self, model: list[torch.nn.Module], num_tokens: torch.Tensor, **megatron_arguments: Any
     ) -> None:
-        """megatron-core's own, inside the replica; in synchronous steps tokens are counted over all replicas."""
-        if self.replica.engine.synchronous and self.replica.engine.fleet.num_replicas > 1:
-            dist.all_reduce(num_tokens, group=self.replica.mesh.sync_group)
-        finalize_model_grads(model, num_tokens, **megatron_arguments)
-        self._tokens_in_step = num_tokens
+        """megatron-core's own, inside the replica; in synchronous steps tokens are counted over all replicas.
 
-    def _counts_no_token(self) -> bool:
-        assert self._tokens_in_step is not None
-        return not bool(self._tokens_in_step > 0)  # megatron-core has just read the same number
+        Its last part, 1 / tokens, is done here: it reads the count back for each chunk, to leave a gradient without any
+        token as it is. Here the factor is then 1, and the host does not wait.
+        """
+        mesh, groups = self.replica.mesh, self.replica.mesh.process_groups
+        if self.replica.engine.synchronous and self.replica.engine.fleet.num_replicas > 1:
+            dist.all_reduce(num_tokens, group=mesh.sync_group)
+        finalize_model_grads(model, None, **megatron_arguments)
+        if groups.pp.size() > 1:  # only the last stage has counted
+            dist.broadcast(num_tokens, group_src=groups.pp.size() - 1, group=groups.pp)
+        dist.all_reduce(num_tokens, group=groups.dp_cp)
+        self._any_token = num_tokens > 0
+        scale = torch.where(self._any_token, 1.0 / num_tokens, 1.0)
+        for chunk in self.replica.chunks:
+            chunk.scale_gradients(scale)
 
 
 def sum_losses(losses: list[dict[str, torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, ...]:

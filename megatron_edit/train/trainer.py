@@ -94,7 +94,7 @@ class Trainer:
         self._logged_iteration = self.iteration
         self._learning_rate, self._batch_size = 0.0, 0  # of the last step
         steps = position.reserves["replica_steps"] if position.reserves else [self.iteration]  # of the saved replicas
-        self._sample_ids = SampleIdFile(config.data.log_sample_ids, self.mesh, steps)
+        self._sample_ids = SampleIdFile(config.data.log_sample_ids, self.mesh, self.engine.fleet, steps)
         self._feed = TrainingFeed(self.data, self.pace, self.engine.fleet, position.reserves)
         self._boundaries = self._build_boundaries(start)
         self._metrics = MetricsReducer(
@@ -251,7 +251,7 @@ class Trainer:
             self._output.say(f"replica {index}: ranks {ranks[0]} to {ranks[-1]}")
         counted = torch.tensor(
             local_parameter_count(self.replica.chunks, self.vocab_size, self.mesh.process_groups.tp)
-            if self.mesh.replica == self.mesh.place.dp == self.mesh.place.cp == 0
+            if self.engine.fleet.replica == self.mesh.place.dp == self.mesh.place.cp == 0
             else 0
         )
         dist.all_reduce(counted, group=self.mesh.world_control_group)

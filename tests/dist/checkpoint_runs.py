@@ -14,7 +14,7 @@ from megatron_edit.checkpoint.finder import find_checkpoint
 from megatron_edit.checkpoint.restore import layout_description, restore
 from megatron_edit.checkpoint.torch_dist import read_whole_tensors, stored_tensors
 from megatron_edit.checkpoint.training_state import TrainingState
-from megatron_edit.checkpoint.writer import CheckpointWriter
+from megatron_edit.checkpoint.writer import Checkpoint, CheckpointWriter
 from megatron_edit.testing.ranks import run_ranks
 from megatron_edit.testing.tiny import VOCABULARY, tiny_batch, tiny_config, tiny_replica
 from megatron_edit.train.replica import Replica
@@ -82,9 +82,14 @@ def _run(rank: int, world_size: int, part: Part) -> PartRecord:
 def save(replica: Replica, state: TrainingState, folder: Path, iteration: int, scope: str = "full") -> None:
     """Completes a due sync and writes a checkpoint as the trainer does."""
     replica.engine.drain()
-    group = replica.mesh.checkpoint_group
-    writer = CheckpointWriter(folder, group, say=print)
-    numbers = state.numbers(group)
+    writer = CheckpointWriter(folder, replica.mesh.checkpoint_group, say=print)
+    writer.save(checkpoint_of(replica, state, iteration, scope))
+    writer.close()
+
+
+def checkpoint_of(replica: Replica, state: TrainingState, iteration: int, scope: str = "full") -> Checkpoint:
+    """What is to be written, between two steps and drained. Collective."""
+    numbers = state.numbers(replica.mesh.checkpoint_group)
     content = {
         "iteration": iteration,
         "scope": scope,
@@ -95,8 +100,7 @@ def save(replica: Replica, state: TrainingState, folder: Path, iteration: int, s
         **numbers,
         "replicas": numbers["replicas"] if scope == "full" else numbers["replicas"][:1],
     }
-    writer.save(state.checkpoint(content))
-    writer.close()
+    return state.checkpoint(content)
 
 
 def tensors_of(folder: Path, iteration: int) -> dict[str, torch.Tensor]:

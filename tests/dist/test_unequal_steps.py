@@ -29,16 +29,17 @@ def norms_of_steps(rank: int, world_size: int, settings: dict[str, Any]) -> list
     config = tiny_config(world_size, train_iters=3, **settings)
     replica = tiny_replica(config)
     step = TrainStep(replica)
-    own, found = step.norm_and_flag, []
+    own, found = step.norm_and_flags, []
     is_last = rank % replica.mesh.layout.replica_size == replica.mesh.layout.replica_size - 1
 
-    def both(flag: bool) -> tuple[float, bool]:
+    def both(flag: bool, own_flag: torch.Tensor) -> tuple[float, bool, bool]:
         theirs = float(replica.optimizer.get_grad_norm())
-        norm, asked = own(flag)
+        norm, asked, any_token = own(flag, own_flag)
+        assert any_token
         found.append((theirs, norm, asked))
-        return norm, asked
+        return norm, asked, any_token
 
-    step.norm_and_flag = both  # type: ignore[method-assign]
+    step.norm_and_flags = both  # type: ignore[method-assign]
     for iteration in range(1, 4):
         batch = rank_microbatches(config, replica.mesh, tiny_global_batch(config, iteration))
         step.run(batch, 1e-3, lambda asks=iteration == 2 and is_last: asks)
