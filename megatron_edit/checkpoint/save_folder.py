@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_edit.checkpoint.errors import CheckpointError
 from megatron_edit.checkpoint.folders import (
+    FINAL,
     PARTIAL,
     POINTER,
     CheckpointFolder,
@@ -49,9 +50,9 @@ class SaveFolder(CheckpointFolder):
         return remark
 
     def _refuse_in_checkpoint(self) -> None:
-        directory = self.directory.absolute()
-        for folder in (directory, *directory.parents):
-            if is_checkpoint(folder):
+        here = self.directory.resolve()
+        for folder in (here, *here.parents):  # any folder above may have a manifest.json of something else
+            if (folder == here or folder.name.startswith(("iter_", FINAL))) and is_checkpoint(folder):
                 raise CheckpointError(
                     f"--save {self.directory} lies in the checkpoint {folder}: what is saved there would be deleted "
                     f"with it; --save {folder.parent} would go on in the folder of that run, or give a new folder"
