@@ -6,11 +6,40 @@ number, so that a release in between, or one not yet known, is served by what it
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 from collections.abc import Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+OLDEST, NEWEST = "0.16.1", "0.19"  # what the tests were run with
+
+
+def installed_release() -> str | None:
+    """Version of the installed megatron-core, without importing it; None where it is not an installed package."""
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def release_notes(version: str | None) -> list[str]:
+    """A line for rank 0 when `version` lies outside of what was tested; nothing is refused for it."""
+    if version is None or (_numbers(OLDEST) <= _numbers(version) and _numbers(version)[:2] <= _numbers(NEWEST)):
+        return []
+    return [
+        f"megatron-core {version} is not known to this release, which was tested with {OLDEST} to {NEWEST}: it runs, "
+        "but compare the first losses and gradient norms with those of a known one"
+    ]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first three numbers of a version: (0, 19, 2) of "0.19.2+cu130"."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 def mlp_parts(layer: Any) -> Any:
@@ -23,6 +52,23 @@ def gradients_for_norm(optimizer: Any) -> list[Any]:
     """Gradients of this rank's shard that count in the norm, of one part of the optimizer: 0.19 has a shorter name."""
     found = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
     return list(found())
+
+
+def layout_arguments(
+    parameters: list[torch.nn.Parameter], bucket_size: Any, shard_group_size: int, ddp_config: Any
+) -> dict[str, Any]:
+    """Arguments for megatron-core's DDP that say where each parameter lies in its buffer.
+
+    From 0.18 on it wants to be told, and warns when it has to ask the optimizer itself; before, it lays them out by
+    its own bucket size. The places are the same.
+    """
+    from megatron.core.distributed import DistributedDataParallel  # late: they take seconds, and few callers ask
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    if "full_param_layout" not in signature(DistributedDataParallel.__init__).parameters:
+        return {}
+    layout = DistributedOptimizer.compute_full_param_layout(parameters, bucket_size, shard_group_size, ddp_config)
+    return {"full_param_layout": layout}
 
 
 def end_at_the_replica(groups: Any, replica: Sequence[int], narrow: Sequence[dist.ProcessGroup]) -> None:
@@ -44,5 +90,7 @@ def end_at_the_replica(groups: Any, replica: Sequence[int], narrow: Sequence[dis
         if len(inside) == len(ranks):
             continue
         if inside not in ours:
-            raise RuntimeError(f"megatron-core's process group {name} {ranks} reaches beyond the replica {list(replica)}")
+            raise RuntimeError(
+                f"megatron-core's process group {name} {ranks} reaches beyond the replica {list(replica)}"
+            )
         setattr(groups, name, ours[inside])
