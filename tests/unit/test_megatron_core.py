@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_edit.platform.base import quiet_megatron_warnings
 from megatron_edit.platform.megatron_core import (
     NEWEST,
     OLDEST,
@@ -54,3 +56,14 @@ def test_the_gradients_of_the_norm_are_found_under_both_names() -> None:
     old = SimpleNamespace(get_main_grads_for_grad_norm=lambda: [1])
     new = SimpleNamespace(get_grads_for_grad_norm=lambda: [1])
     assert gradients_for_norm(old) == gradients_for_norm(new) == [1]
+
+
+def test_the_recommendation_of_another_model_class_is_dropped_and_nothing_else() -> None:
+    logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
+
+    def passes(message: str) -> bool:
+        return bool(logger.filter(logging.LogRecord(logger.name, logging.WARNING, __file__, 1, message, None, None)))
+
+    quiet_megatron_warnings()
+    assert not passes("GPTModel IS DEPRECATED. GPTModel is only accepting critical bug fixes")
+    assert passes("another warning")
