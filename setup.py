@@ -1,4 +1,4 @@
-"""Metadata of the package. Tool settings are in pyproject.toml, the versions tested in constraints.txt."""
+"""Metadata of the package. Tool settings are in pyproject.toml, the versions tested in constraints*.txt."""
 
 from pathlib import Path
 
@@ -39,9 +39,10 @@ setup(
     python_requires=">=3.11,<3.13",
     install_requires=[
         "torch>=2.8",
-        "megatron-core>=0.16.1,<0.17",  # its inside is used: buckets, distributed optimizer, process groups
-        "einops>=0.7",  # megatron-core imports einops and psutil without declaring them
+        "megatron-core>=0.16.1,<0.20",  # its inside is used: platform/megatron_core.py. From 0.17 on: Python 3.12
+        "einops>=0.7",  # megatron-core imports einops, psutil and (from 0.18 on) triton without declaring them
         "psutil>=5.9",
+        "triton>=3.2; python_version >= '3.12' and sys_platform == 'linux'",  # a CPU build of torch brings none
         "sentencepiece>=0.2",
         "numpy>=1.26",
         "pyyaml>=6",

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_edit.model.attention import RotarySelfAttention, SDPACoreAttention  # noqa: E402
 from megatron_edit.model.norm import RMSNorm  # noqa: E402
 from megatron_edit.model.swiglu import SwiGLU  # noqa: E402
+from megatron_edit.platform.megatron_core import mlp_parts  # noqa: E402
 
 
 def block_spec(model: ResolvedModel, num_layers: int) -> TransformerBlockSubmodules:
@@ -45,5 +46,5 @@ def _local_layer(model: ResolvedModel) -> ModuleSpec:
         parts.self_attention.submodules.q_layernorm = RMSNorm
         parts.self_attention.submodules.k_layernorm = RMSNorm
     parts.self_attention.submodules.core_attention = SDPACoreAttention
-    parts.mlp.submodules.activation_func = SwiGLU  # taken when config.use_te_activation_func says so
+    mlp_parts(layer).activation_func = SwiGLU  # taken when config.use_te_activation_func says so
     return layer

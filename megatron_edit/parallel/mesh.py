@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_edit.parallel.layout import AXES, Coordinates, Layout
 from megatron_edit.platform.base import Platform
+from megatron_edit.platform.megatron_core import end_at_the_replica
 
 ProcessGroup = dist.ProcessGroup
 
@@ -133,6 +134,7 @@ def build_mesh(
     groups.dp_cp = groups.intra_dp_cp = shard_group
     groups.tp_dp_cp = norm_group
     groups.expt_dp = groups.intra_expt_dp
+    end_at_the_replica(groups, layout.group_of(rank, "dp", "pp", "cp", "tp"), [shard_group, norm_group, groups.dp])
 
     return Mesh(
         layout=layout,

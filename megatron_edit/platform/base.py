@@ -1,5 +1,6 @@
 """What the rest of the program asks of the machine: one interface for GPUs (NCCL) and for CPUs (gloo)."""
 
+import logging
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -125,3 +126,9 @@ def quiet_megatron_warnings() -> None:
         (FutureWarning, r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"),
     ):
         warnings.filterwarnings("ignore", message, category)
+    logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(_about_anything_but_the_model_class)
+
+
+def _about_anything_but_the_model_class(record: logging.LogRecord) -> bool:
+    """From 0.19 on megatron-core recommends another class than `GPTModel`, once per chunk that is built."""
+    return not record.getMessage().startswith("GPTModel IS DEPRECATED")

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
 from megatron_edit.model.names import canonical_name
 from megatron_edit.parallel.mesh import Mesh
+from megatron_edit.platform.megatron_core import layout_arguments
 from megatron_edit.tables.parameters import module_key, partition_dim
 
 
@@ -299,21 +300,34 @@ class ReplicaDataParallel(DistributedDataParallel):
         ddp_config = arguments["ddp_config"]
         assert ddp_config.use_distributed_optimizer and ddp_config.overlap_param_gather
         assert ddp_config.overlap_grad_reduce and ddp_config.num_distributed_optimizer_instances == 1
-        super().__init__(**arguments)
+        module = arguments["module"]
+        layout = layout_arguments(
+            [parameter for parameter in module.parameters() if parameter.requires_grad],
+            self._edges_of(module),
+            arguments["pg_collection"].intra_dp_cp.size(),
+            ddp_config,
+        )
+        super().__init__(**arguments, **layout)
         assert not self.expert_parallel_bucket_groups, "mixture of experts is refused by the checks"
         for group in self.bucket_groups:
             ModuleBucketGroup.adopt(group, reducer)
 
     def key_of(self, name: str) -> str:
         """Module of the sync that the parameter of `named_parameters()` belongs to."""
-        return module_key(canonical_name(self.module, name), self.modules_are)
+        return self._key_in(self.module, name)
+
+    def _key_in(self, module: torch.nn.Module, name: str) -> str:
+        return module_key(canonical_name(module, name), self.modules_are)
+
+    def _edges_of(self, module: torch.nn.Module) -> ModuleEdges:
+        parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        assert len({p.dtype for _, p in parameters}) == 1, "one dtype, one buffer"
+        return ModuleEdges([self._key_in(module, name) for name, _ in reversed(parameters)])
 
     @property
     def bucket_size(self) -> ModuleEdges:
         """What megatron-core compares bucket sizes with: edges of modules, whatever the stage."""
-        parameters = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        assert len({p.dtype for _, p in parameters}) == 1, "one dtype, one buffer"
-        return ModuleEdges([self.key_of(name) for name, _ in reversed(parameters)])
+        return self._edges_of(self.module)
 
     @bucket_size.setter
     def bucket_size(self, value: int | None) -> None:

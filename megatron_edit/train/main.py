@@ -29,6 +29,7 @@ from megatron_edit.log.streams import outlive_readers
 from megatron_edit.log.writers import package_problems
 from megatron_edit.model.transformer_engine import TransformerEngineError, check_transformer_engine
 from megatron_edit.platform import Platform, PlatformError, get_platform
+from megatron_edit.platform.megatron_core import installed_release, release_notes
 from megatron_edit.ranks import ending
 from megatron_edit.ranks.agreement import AbsentRankError, RanksDifferError, Report, agree
 from megatron_edit.ranks.facts import data_facts, program_facts, setting_facts
@@ -123,7 +124,8 @@ def _check(argv: Sequence[str], environment: Mapping[str, str], facts: dict[str,
     data = check_data(config)
     facts.update(data_facts(data))
     done = done_by(config.checkpoint)
-    lines = [*notes(config), *data.notes, describe(config, data.vocab_size, done)]
+    lines = [*notes(config), *release_notes(installed_release()), *data.notes]
+    lines.append(describe(config, data.vocab_size, done))
     return _Checked(config, platform, data, lines)
 
 

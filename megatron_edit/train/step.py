@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from megatron_edit.platform.megatron_core import gradients_for_norm
 from megatron_edit.sync.event import Meeting
 from megatron_edit.train.replica import Replica
 
@@ -98,9 +99,7 @@ class TrainStep:
         the same elements over the same group.
         """
         optimizer = self.replica.optimizer
-        gradients = [
-            gradient for part in optimizer.chained_optimizers for gradient in part.get_main_grads_for_grad_norm()
-        ]
+        gradients = [gradient for part in optimizer.chained_optimizers for gradient in gradients_for_norm(part)]
         numbers = torch.zeros(3, dtype=torch.float32, device=self.replica.mesh.platform.device)
         if gradients:
             numbers[0] = torch.stack(torch._foreach_norm(gradients)).square().sum()

@@ -3,7 +3,7 @@
     python -m tests.dist.saved_checkpoints    writes those of `CASES` that tests/fixtures/checkpoints has not yet
 
 They are kept as they are: a change of the code that needs other ones is a change of the format. Each archive also holds
-what the run that wrote it saw when it went on.
+what the run that wrote it saw when it went on. Which release of megatron-core wrote one makes no difference to what loads it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
     "co2": (2, {"edit_method": "co2"}, 6),
     "co2-sharded": (2, {"edit_method": "co2-sharded"}, 6),
     "edit": (2, {"edit_method": "edit"}, 6),
+    "edit-megatron-core-0.19": (2, {"edit_method": "edit"}, 6),  # written under 0.19.2, the others under 0.16.1
     "edit-int8-offload": (2, {"edit_method": "edit", "edit_comm_dtype": "int8", "edit_cpu_offload": True}, 6),
     "a-edit": (2, {"edit_method": "a-edit", "edit_sync_time": 1e-9}, 6),
     "streaming": (2, {"edit_method": "streaming", "edit_num_fragments": 2}, 7),
