@@ -9,21 +9,15 @@ import pytest
 IN_CI = (
     "fleet",
     "host_waits",
-    "identities",
     "lost_messages",
     "mesh_groups",
     "model",
-    "non_finite_gradient",
-    "overlap",
     "parameter_table",
-    "replica_agreement",
     "saved_checkpoints",
     "seeded_faults",
     "shared_folders",
-    "signals",
     "stream_races",
     "tied_copies",
-    "unequal_steps",
 )
 HERE = Path(__file__).parent
 
