@@ -53,10 +53,14 @@ class LastingStream:
 
 
 def outlive_readers(note: str = "") -> None:
-    """Standard output and error of this process become LastingStreams; of those that are it already, `note` is set."""
+    """Standard output and error of this process become LastingStreams; of those that are it already, `note` is set.
+
+    One that was closed before Python started (`>&-`, a service without a terminal) is None, and becomes /dev/null.
+    """
     for attribute, name in (("stdout", "standard output"), ("stderr", "standard error")):
         stream = getattr(sys, attribute)
         if isinstance(stream, LastingStream):
             stream.note = note
         else:
+            stream = stream or open(os.devnull, "w")  # noqa: SIM115  until the process ends
             setattr(sys, attribute, LastingStream(stream, name, note))

@@ -91,7 +91,8 @@ class ModuleAverages:
             self._read_masters(module, pending)
         platform.wait_event(platform.record_event(), platform.sync_stream())
         with platform.stream(platform.sync_stream()):
-            self._read_masters(module, pending)
+            if applied_soon:
+                self._read_masters(module, pending)
             assert pending.buffer is not None
             self._send(module, pending, pending.buffer)
             if applied_soon:
@@ -99,11 +100,11 @@ class ModuleAverages:
         self._observe("launch", module)
 
     def _read_masters(self, module: ModuleShard, pending: Pending) -> None:
-        """The pseudo gradient, and with a delay the masters as they are now; what has been read is not read again."""
+        """The pseudo gradient, unless the decision has kept it, and with a delay the masters as they are now."""
         if pending.buffer is None:
             pending.buffer = self.pseudo_gradient(module)
             self._outer.release(module)
-        if pending.event.apply_after is not None and pending.kept and pending.at_launch is None:
+        if pending.event.apply_after is not None and pending.kept:
             pending.at_launch = self._buffers.take(module.numel)
             module.copy_masters_to(pending.at_launch)
 

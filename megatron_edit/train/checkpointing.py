@@ -200,7 +200,6 @@ class RunCheckpoints:
         candidate = None if settings.load is None else self._find(settings.load)
         if self._writer is not None:
             on_first_rank(self._writer.folder.clean_up, self._group)
-        if self._writer is not None:
             self._warn_of_used_folder(self._writer, candidate)
         if candidate is None:
             return self._start(Position(), resumed=False)

@@ -285,6 +285,16 @@ def test_a_reader_that_leaves_before_the_end_is_not_an_error(flags: list[str], m
         assert main([*flags, *batch], {}, owns_process=True) == 0
 
 
+def test_a_run_needs_no_standard_output_and_error(tmp_path: Path) -> None:
+    """`>&- 2>&-`, a service without a terminal: Python has None in their place."""
+
+    def lose(rank: int) -> None:
+        sys.stdout = sys.stderr = None  # type: ignore[assignment]
+
+    assert start(2, in_rank=lose, save=tmp_path, train_iters=4).exit_codes == [0, 0]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+
+
 @pytest.mark.parametrize("opened", [without_reader, closed_terminal, full_disk])
 @pytest.mark.parametrize("descriptors", [[1], [1, 2]], ids=["stdout", "both"])
 def test_a_run_outlives_the_reader_of_its_log(
